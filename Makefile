@@ -1,0 +1,78 @@
+# Every target does its own set-up in .venv: python3 and make are all that a fresh machine needs.
+# PYTHON=python3.12 chooses another interpreter; TESTS=tests/test_x.py or PYTEST_ARGS="-k name" narrow the tests.
+
+PYTHON ?= python3
+TESTS ?=
+PYTEST_ARGS ?=
+# Debian's place for PostgreSQL 15; the suite runs on it too where it is installed.
+PG15_BIN ?= /usr/lib/postgresql/15/bin
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
+SOURCES := sql actors runtime bench tests
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint types imports unit suite modes pg15 soak bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1  \2/p' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP)  ## make .venv with runlane (editable), the embedded Postgres and the test tools
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "runlane needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "python3 -m venv failed (on Debian: apt-get install python3-venv)" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,test]'
+	@touch $@
+
+demo: $(STAMP)  ## audit every installed distribution with two hosts, one of them killed on the way
+	$(BIN)/python -m runtime demo
+
+test: lint types imports suite modes pg15  ## everything that must hold before a change goes in; what CI runs
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/ruff check $(SOURCES)
+
+types: $(STAMP)  ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(STAMP)  ## import-linter: sql <- actors <- runtime
+	$(BIN)/lint-imports
+
+unit: $(STAMP)  ## only the tests that need no server
+	$(PYTEST) -m "not db and not soak" $(TESTS)
+
+suite: $(STAMP)  ## every test but the soak, on the embedded PostgreSQL 18 (or RUNLANE_TEST_DSN)
+	$(PYTEST) $(TESTS)
+
+modes: $(STAMP)  ## kernel and end-to-end tests: no notifications, repeatable read, a held snapshot
+	@echo "== notifications off"
+	RUNLANE_TEST_NOTIFY=0 $(PYTEST) -m "modes and not soak" $(TESTS)
+	@echo "== repeatable read as the default isolation"
+	RUNLANE_TEST_ISOLATION="repeatable read" $(PYTEST) -m "modes and not soak" $(TESTS)
+	@echo "== a held snapshot"
+	RUNLANE_TEST_HOLD_SNAPSHOT=1 $(PYTEST) -m "modes and not soak" $(TESTS)
+
+pg15: $(STAMP)  ## kernel and end-to-end tests on Debian's PostgreSQL 15, where it is installed
+	@if test -x $(PG15_BIN)/initdb; then \
+	  echo "== PostgreSQL 15"; \
+	  RUNLANE_TEST_DSN= RUNLANE_TEST_PG_BIN=$(PG15_BIN) $(PYTEST) -m "modes and not soak" $(TESTS); \
+	else \
+	  echo "PostgreSQL 15: not installed, not tested"; \
+	fi
+
+soak: $(STAMP)  ## the long load and fault tests
+	$(PYTEST) -m soak $(TESTS)
+
+bench: $(STAMP)  ## the whole lifecycle beside the bare kernel, on this machine
+	$(BIN)/python -m bench throughput
+
+clean:  ## remove .venv and every cache; the demo's data in .runlane stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

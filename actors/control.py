@@ -1,0 +1,117 @@
+"""Control: requests to cancel runs, and the sweep of recorded ones.
+
+Owns when a cancellation is tried, recorded and carried out. It never waits for a locked row longer than its short
+patience: then the request is recorded and the sweep carries it out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import attrs
+import trio
+
+from actors.attempts import Attempts, Why
+from actors.core import Backoff, Life, Mailbox, Reply, commit_in_groups
+from actors.hints import Hints
+from sql import control as door
+from sql.connection import Session, SessionOptions
+from sql.errors import ItemFault
+
+log = logging.getLogger("runlane.control")
+
+_BATCH = 200
+# How long a locked row is tried again before the request is recorded and the caller hears "pending".
+_PATIENCE_S = 0.25
+
+
+@attrs.define(slots=True, eq=False)
+class CancelRequest:
+    """A request and where its answer goes."""
+
+    item: door.Cancellation
+    reply: Reply[door.Cancelled] = attrs.field(factory=Reply)
+
+
+class Control:
+    """Requests arrive in ``mailbox``, whose wake flag is the hint ``control``."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        mailbox: Mailbox[CancelRequest],
+        attempts: Attempts,
+        hints: Hints,
+        *,
+        owner: int,
+    ) -> None:
+        self._options = options
+        self._mailbox = mailbox
+        self._attempts = attempts
+        self._hints = hints
+        self._owner = owner
+
+    async def run(self, life: Life) -> None:
+        """Cancel and sweep until the mailbox ends."""
+        backoff = Backoff(first_s=0.005, max_s=1.0)
+        async with life.session(self._options) as session:
+            life.ready()
+            sweep_at: float | None = None
+            while True:
+                await self._hints.control.wait(sweep_at)
+                life.beat()
+                requests = self._mailbox.take_nowait(_BATCH)
+                if requests:
+                    await commit_in_groups(
+                        requests, lambda items: self._cancel(session, items), fail=self._refuse
+                    )
+                    if len(self._mailbox):
+                        self._hints.control.set()
+                    continue
+                if self._mailbox.closed:
+                    return
+                cancelled, remaining = await door.sweep(session, limit=_BATCH)
+                if cancelled:
+                    self._tell()
+                    backoff.reset()
+                sweep_at = trio.current_time() + backoff.next() if remaining else None
+
+    async def _cancel(self, session: Session, requests: Sequence[CancelRequest]) -> None:
+        patience = trio.current_time() + _PATIENCE_S
+        backoff = Backoff(first_s=0.002, max_s=0.05)
+        while requests:
+            mark = trio.current_time() >= patience
+            answers = await door.cancel(session, [request.item for request in requests], mark=mark)
+            busy = []
+            for request, answer in zip(requests, answers, strict=True):
+                if answer.answer == "busy":
+                    busy.append(request)
+                else:
+                    self._answered(request, answer)
+            requests = busy
+            if busy:
+                await trio.sleep(backoff.next())
+
+    def _answered(self, request: CancelRequest, answer: door.Cancelled) -> None:
+        self._mailbox.done([request])
+        request.reply.set_result(answer)
+        if answer.answer == "pending":
+            self._hints.control.set()
+            self._hints.elsewhere("control")
+        elif answer.answer == "cancelled":
+            attempt = self._attempts.get(request.item.run_id)
+            if attempt is not None and answer.owner == self._owner:
+                self._attempts.lose(attempt, Why.CANCELLED)
+            elif answer.owner is not None:
+                self._hints.elsewhere("control")
+            self._hints.everywhere(["terminals"])
+            self._hints.lanes.set()
+
+    def _refuse(self, request: CancelRequest, fault: ItemFault) -> None:
+        self._mailbox.done([request])
+        request.reply.set_error(fault)
+
+    def _tell(self) -> None:
+        self._hints.everywhere(["control", "terminals"])
+        self._hints.lanes.set()

@@ -1,0 +1,41 @@
+"""The machinery that every actor is built from.
+
+Owns supervision, mailboxes, wake-ups, budgets and group commit. It never knows a concern: nothing in here has
+heard of runs, facts or lanes.
+"""
+
+from __future__ import annotations
+
+from actors.core.backoff import Backoff
+from actors.core.batch import commit_in_groups
+from actors.core.budget import Budget, check_nested
+from actors.core.cleanup import bounded_cleanup
+from actors.core.groups import hidden_by, leaves, only
+from actors.core.health import ActorHealth
+from actors.core.mailbox import EndOfMailbox, Mailbox, Reply
+from actors.core.probes import Probe
+from actors.core.supervisor import Actor, ActorEnded, ChildSpec, EscalatedActor, Life, Supervisor
+from actors.core.wake import WakeFlag
+
+__all__ = [
+    "Actor",
+    "ActorEnded",
+    "ActorHealth",
+    "Backoff",
+    "Budget",
+    "ChildSpec",
+    "EndOfMailbox",
+    "EscalatedActor",
+    "Life",
+    "Mailbox",
+    "Probe",
+    "Reply",
+    "Supervisor",
+    "WakeFlag",
+    "bounded_cleanup",
+    "check_nested",
+    "commit_in_groups",
+    "hidden_by",
+    "leaves",
+    "only",
+]

@@ -1,0 +1,113 @@
+"""Executors: one task per live attempt.
+
+Owns the tasks that run plays and what happens when they stop: an ending goes to settle, a shutdown gives every lease
+back. It never touches the database, so no lost connection ends a play.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+from actors.attempts import Attempt, Attempts, Why
+from actors.core import Life, Mailbox, Probe
+from sql.claim import Claimed
+from sql.settle import Settlement
+
+log = logging.getLogger("runlane.executors")
+
+Execute = Callable[[Attempt], Awaitable[Settlement | None]]
+"""Runs the play of an attempt inside ``attempt.scope`` and says how it ended; None: the fence is gone, there is
+nothing to settle."""
+
+
+class Executors:
+    """Stop: running plays get until the stop budget's end, then each is cancelled and its lease handed back."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        execute: Execute,
+        endings: Mailbox[Settlement],
+        *,
+        on_start: Callable[[Sequence[Claimed]], None],
+    ) -> None:
+        self.started = Probe("executors.started")
+        self._attempts = attempts
+        self._execute = execute
+        self._endings = endings
+        self._on_start = on_start
+        self._nursery: trio.Nursery | None = None
+        self._idle = trio.Event()
+        self._tasks = 0
+
+    def start(self, claims: Sequence[Claimed], sent_at: float) -> None:
+        """Start a task for each claim. A claim that cannot be started is handed back at once."""
+        if claims:
+            self._on_start(claims)
+        for claimed in claims:
+            attempt = self._attempts.add(claimed, sent_at)
+            if self._nursery is None:
+                self._release(attempt)
+            else:
+                self._tasks += 1
+                self._nursery.start_soon(self._run, attempt)
+
+    async def run(self, life: Life) -> None:
+        """Keep the tasks until asked to stop, then until they have ended."""
+        if life.number > 1:
+            # The tasks of the last life are gone; their leases must not wait for their end.
+            for attempt in self._attempts:
+                if attempt.holds_slot:
+                    self._release(attempt)
+        self._tasks = 0
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                life.ready()
+                await life.stopping.wait()
+                self._nursery = None
+                while self._tasks:
+                    self._idle = trio.Event()
+                    await self._idle.wait()
+        finally:
+            self._nursery = None
+
+    def stop_all(self, why: Why) -> None:
+        """Cancel every play that still runs."""
+        for attempt in self._attempts:
+            if attempt.holds_slot:
+                attempt.stop(why)
+
+    async def _run(self, attempt: Attempt) -> None:
+        self.started.hit(attempt)
+        settled = False
+        try:
+            ending = await self._execute(attempt)
+            if ending is None:
+                self._attempts.remove(attempt)
+            else:
+                self._settle(attempt, ending)
+            settled = True
+        finally:
+            if not settled and attempt.holds_slot:
+                self._release(attempt)
+            self._tasks -= 1
+            if not self._tasks:
+                self._idle.set()
+
+    def _release(self, attempt: Attempt) -> None:
+        attempt.stop(Why.SHUTDOWN)
+        self._settle(attempt, released(attempt))
+
+    def _settle(self, attempt: Attempt, ending: Settlement) -> None:
+        self._attempts.give_up_slot(attempt)
+        if self._attempts.get(attempt.run_id) is attempt:
+            self._endings.send_nowait(ending)
+
+
+def released(attempt: Attempt) -> Settlement:
+    """The ending that hands a lease back and charges nothing."""
+    return Settlement(attempt.run_id, attempt.attempt, attempt.token, "released")

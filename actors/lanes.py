@@ -1,0 +1,164 @@
+"""Lane actors: each carries claimed lanes through delivery, acknowledgement and the next prefix.
+
+Owns a delivery turn from the claim to its end: delivered until nothing is pending, scheduled again, blocked, or handed
+back. It never claims from the queue (the outbox does) and never knows what a ledger is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import trio
+
+from actors.core import Backoff, EndOfMailbox, Life, Mailbox, WakeFlag, bounded_cleanup
+from actors.delivery import Deliver, Observe, Outcome, Turn
+from sql import lanes as door
+from sql.connection import Session, SessionOptions
+from sql.lanes import HandBack, Prefix
+from sql.types import Lane
+
+log = logging.getLogger("runlane.lanes")
+
+# A prefix that failed this often is blocked until an operator decides.
+_MOST_ATTEMPTS = 20
+_BACKOFF_S = (1.0, 300.0)
+
+
+class LaneActor:
+    """Turns arrive in ``mailbox``; ``finished`` is set after each."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        mailbox: Mailbox[Turn],
+        finished: WakeFlag,
+        deliver: Deliver,
+        *,
+        prefix: int,
+        lease_s: float,
+        delivery_timeout_s: float,
+        release_budget_s: float,
+        observe: Observe,
+    ) -> None:
+        self._options = options
+        self._mailbox = mailbox
+        self._finished = finished
+        self._deliver = deliver
+        self._prefix = prefix
+        self._lease_s = lease_s
+        self._delivery_timeout_s = delivery_timeout_s
+        self._release_budget_s = release_budget_s
+        self._observe = observe
+
+    @property
+    def idle(self) -> bool:
+        """Whether it would start a turn at once."""
+        return not len(self._mailbox) and not self._mailbox.in_flight
+
+    async def run(self, life: Life) -> None:
+        """Carry turns until the mailbox ends."""
+        async with life.session(self._options) as session:
+            life.ready()
+            while True:
+                try:
+                    turns = await self._mailbox.take(1)
+                except EndOfMailbox:
+                    return
+                life.beat()
+                for turn in turns:
+                    await self._carry(session, turn)
+                self._mailbox.done(turns)
+                self._finished.set()
+
+    async def _carry(self, session: Session, turn: Turn) -> None:
+        """Deliver and go on with the successors until nothing is pending."""
+        leased_at = turn.claimed_at
+        sent = False
+        try:
+            while turn.prefixes:
+                sent = False
+                turn.prefixes = await self._renewed(session, turn, leased_at)
+                sent = True  # and so it stays until the outcomes are in the database
+                outcomes = await self._deliver(turn.prefixes)
+                leased_at = trio.current_time()
+                turn.prefixes = await self._conclude(session, turn, outcomes)
+        except trio.Cancelled:
+            with bounded_cleanup(self._release_budget_s):
+                back = [HandBack(prefix.run_id, prefix.token, unsent=not sent) for prefix in turn.prefixes]
+                await door.hand_back(session, turn.lane, back)
+            raise
+
+    async def _renewed(self, session: Session, turn: Turn, leased_at: float) -> list[Prefix]:
+        """Renew only if the lease left would not cover a request; what was lost meanwhile is dropped uncharged."""
+        if leased_at + self._lease_s - trio.current_time() > self._delivery_timeout_s * 1.1:
+            return turn.prefixes
+        answers = await door.renew(session, turn.lane, turn.prefixes, lease_s=self._lease_s)
+        return [prefix for prefix, answer in zip(turn.prefixes, answers, strict=True) if answer == "renewed"]
+
+    async def _conclude(self, session: Session, turn: Turn, outcomes: Sequence[Outcome]) -> list[Prefix]:
+        """Acknowledge what was delivered, hand back the rest; the successors under the same leases."""
+        delivered: list[Prefix] = []
+        back: list[HandBack] = []
+        for prefix, outcome in zip(turn.prefixes, outcomes, strict=True):
+            if outcome.kind == "delivered":
+                delivered.append(prefix)
+            else:
+                back.append(self._hand_back(prefix, outcome))
+        if back:
+            await self._hand_all_back(session, turn.lane, back)
+        return await self._acknowledge(session, turn.lane, delivered) if delivered else []
+
+    async def _acknowledge(self, session: Session, lane: Lane, delivered: list[Prefix]) -> list[Prefix]:
+        successors: list[Prefix] = []
+        backoff = Backoff(first_s=0.002, max_s=0.25)
+        while delivered:
+            answers = await door.acknowledge(
+                session, lane, delivered, prefix=self._prefix, lease_s=self._lease_s
+            )
+            busy: list[Prefix] = []
+            for prefix, answer in zip(delivered, answers, strict=True):
+                if answer.answer == "busy":
+                    busy.append(prefix)
+                    continue
+                if answer.answer == "lost":
+                    log.warning("event=lane_lost run=%s lane=%s", prefix.run_id, lane.label)
+                if answer.successor is not None:
+                    successors.append(answer.successor)
+                if answer.lags:
+                    self._observe([type_ for type_, _ in answer.lags], [lag for _, lag in answer.lags])
+            delivered = busy
+            if busy:
+                await trio.sleep(backoff.next())
+        return successors
+
+    async def _hand_all_back(self, session: Session, lane: Lane, back: list[HandBack]) -> None:
+        backoff = Backoff(first_s=0.002, max_s=0.25)
+        while back:
+            answers = await door.hand_back(session, lane, back)
+            back = [item for item, answer in zip(back, answers, strict=True) if answer == "busy"]
+            if back:
+                await trio.sleep(backoff.next())
+
+    def _hand_back(self, prefix: Prefix, outcome: Outcome) -> HandBack:
+        exhausted = outcome.kind == "retry" and prefix.attempt >= _MOST_ATTEMPTS
+        if outcome.kind == "rejected" or exhausted:
+            reason = outcome.reason or "rejected"
+            if exhausted:
+                reason = f"gave up after {prefix.attempt} deliveries: {reason}"
+            log.error("event=lane_blocked run=%s lane=%s reason=%r", prefix.run_id, prefix.lane.label, reason)
+            return HandBack(prefix.run_id, prefix.token, reason=reason[:2000])
+        first_s, max_s = _BACKOFF_S
+        delay_s = outcome.after_s
+        if delay_s is None:
+            backoff = Backoff(first_s=min(max_s, first_s * 2.0 ** (prefix.attempt - 1)), max_s=max_s)
+            delay_s = backoff.next()
+        log.info(
+            "event=delivery_failed run=%s lane=%s attempt=%d retry_s=%.3f reason=%r",
+            prefix.run_id,
+            prefix.lane.label,
+            prefix.attempt,
+            delay_s,
+            outcome.reason,
+        )
+        return HandBack(prefix.run_id, prefix.token, delay_s=delay_s)

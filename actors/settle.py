@@ -1,0 +1,125 @@
+"""Settle: endings of attempts become facts, in groups.
+
+Owns the group commit of terminals, retries, parks and releases, and who hears of them. It never chooses an outcome, and
+it never gives up an ending while its lease may live.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import trio
+
+from actors.attempts import Attempts
+from actors.core import Backoff, EndOfMailbox, Life, Mailbox, commit_in_groups
+from actors.hints import Hints
+from sql import settle as door
+from sql.connection import Session, SessionOptions
+from sql.errors import ItemFault
+from sql.settle import Settlement
+
+log = logging.getLogger("runlane.settle")
+
+_BATCH = 500
+
+OnSettled = Callable[[Settlement, door.Settled], None]
+"""Told of each ending with its answer, after the commit."""
+
+
+class Settle:
+    """Endings arrive in ``mailbox``; ``on_settled`` hears each answer, ``unstorable`` replaces one that the
+    database refuses."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        mailbox: Mailbox[Settlement],
+        attempts: Attempts,
+        hints: Hints,
+        *,
+        on_settled: OnSettled,
+        unstorable: Callable[[Settlement, ItemFault], Settlement],
+    ) -> None:
+        self._options = options
+        self._mailbox = mailbox
+        self._attempts = attempts
+        self._hints = hints
+        self._on_settled = on_settled
+        self._unstorable = unstorable
+        self._locked = Backoff(first_s=0.001, max_s=0.25)
+
+    async def run(self, life: Life) -> None:
+        """Settle until the mailbox ends."""
+        async with life.session(self._options) as session:
+            life.ready()
+            busy: list[Settlement] = []
+            while True:
+                try:
+                    batch = busy + await self._take(busy)
+                except EndOfMailbox:
+                    return
+                life.beat()
+                busy = await self._settle(session, batch)
+
+    async def _take(self, busy: Sequence[Settlement]) -> list[Settlement]:
+        if not busy:
+            self._locked.reset()
+            return await self._mailbox.take(_BATCH)
+        # Some rows were locked: ask again together with what comes, or alone after a moment.
+        try:
+            return await self._mailbox.take(_BATCH, trio.current_time() + self._locked.next())
+        except EndOfMailbox:
+            await trio.sleep(self._locked.next())
+            return []
+
+    async def _settle(self, session: Session, batch: Sequence[Settlement]) -> list[Settlement]:
+        """Commit a batch; the items whose row is locked are returned."""
+        busy: list[Settlement] = []
+        replaced: list[Settlement] = []
+
+        async def commit(items: Sequence[Settlement]) -> None:
+            verb = door.park if items[0].outcome == "parked" else door.settle
+            answers = await verb(session, items)
+            for item, answer in zip(items, answers, strict=True):
+                if answer.answer == "busy":
+                    busy.append(item)
+                else:
+                    self._answered(item, answer)
+
+        def refuse(item: Settlement, fault: ItemFault) -> None:
+            log.error("event=unstorable run=%s outcome=%s error=%r", item.run_id, item.outcome, str(fault))
+            self._mailbox.done([item])
+            replaced.append(self._unstorable(item, fault))
+
+        parked = [item for item in batch if item.outcome == "parked"]
+        others = [item for item in batch if item.outcome != "parked"]
+        await commit_in_groups(others, commit, fail=refuse)
+        await commit_in_groups(parked, commit, fail=refuse)
+        self._tell(batch)
+        return busy + replaced
+
+    def _answered(self, item: Settlement, answer: door.Settled) -> None:
+        self._mailbox.done([item])
+        attempt = self._attempts.get(item.run_id)
+        if attempt is not None and attempt.attempt == item.attempt:
+            self._attempts.remove(attempt)
+        if answer.answer == "lost":
+            log.warning(
+                "event=ending_refused run=%s attempt=%d outcome=%s status=%s",
+                item.run_id,
+                item.attempt,
+                item.outcome,
+                answer.status,
+            )
+        self._on_settled(item, answer)
+
+    def _tell(self, batch: Sequence[Settlement]) -> None:
+        outcomes = {item.outcome for item in batch}
+        self._hints.lanes.set()
+        if outcomes & {"completed", "failed"}:
+            self._hints.elsewhere("terminals")
+        if outcomes & {"released", "retried", "deferred", "parked"}:
+            self._hints.runs.set()
+        if "released" in outcomes:
+            self._hints.elsewhere("runs")

@@ -1,0 +1,76 @@
+"""The host: composition, the public API, plays, health, ledgers and the command line."""
+
+from __future__ import annotations
+
+__runlane__ = "0.1.0"
+
+from runtime import _names
+
+_names.check()
+
+from runtime.api import Runtime  # noqa: E402 - the check comes first
+from runtime.codec import JsonCodec  # noqa: E402
+from runtime.config import RuntimeConfig  # noqa: E402
+from runtime.context import Context, SyncContext  # noqa: E402
+from runtime.executor import PlayTimedOut  # noqa: E402
+from runtime.handle import Handle  # noqa: E402
+from runtime.ledger import Ledger, LedgerRejected, LedgerRetry, MemoryLedger  # noqa: E402
+from runtime.plays import Play, play  # noqa: E402
+from runtime.postgres_ledger import PostgresLedger  # noqa: E402
+from runtime.submit import Submit  # noqa: E402
+from sql.errors import (  # noqa: E402
+    ConfigError,
+    DatabaseError,
+    HostFailed,
+    HostStopping,
+    IdempotencyConflict,
+    InputRefused,
+    InvalidPlay,
+    OutcomeUnknown,
+    PayloadRefused,
+    ResultTimeout,
+    RunCancelled,
+    RunFailed,
+    RunlaneError,
+    RunNotFound,
+    UnknownPlay,
+)
+from sql.types import CancelOutcome, Delivery, Fact, Lane, RunStatus  # noqa: E402
+
+__all__ = [
+    "CancelOutcome",
+    "ConfigError",
+    "Context",
+    "DatabaseError",
+    "Delivery",
+    "Fact",
+    "Handle",
+    "HostFailed",
+    "HostStopping",
+    "IdempotencyConflict",
+    "InputRefused",
+    "InvalidPlay",
+    "JsonCodec",
+    "Lane",
+    "Ledger",
+    "LedgerRejected",
+    "LedgerRetry",
+    "MemoryLedger",
+    "OutcomeUnknown",
+    "PayloadRefused",
+    "Play",
+    "PlayTimedOut",
+    "PostgresLedger",
+    "ResultTimeout",
+    "RunCancelled",
+    "RunFailed",
+    "RunNotFound",
+    "RunStatus",
+    "RunlaneError",
+    "Runtime",
+    "RuntimeConfig",
+    "Submit",
+    "SyncContext",
+    "UnknownPlay",
+    "play",
+]

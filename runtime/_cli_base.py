@@ -1,0 +1,148 @@
+"""What every verb of the command line shares: settings, errors with their exit codes, common options.
+
+Owns the one place where an expected error becomes a line and a code. It knows no verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+import click
+
+from runtime.config import RuntimeConfig
+from runtime.embedded import EmbeddedError
+from sql.errors import (
+    ConfigError,
+    DatabaseError,
+    InputRefused,
+    InvalidPlay,
+    RunCancelled,
+    RunFailed,
+    RunlaneError,
+    RunNotFound,
+    SchemaNotReady,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+OK, FAILED, USAGE, RUN_FAILED, RUN_CANCELLED, NOT_FOUND, NO_DATABASE = range(7)
+INTERRUPTED = 130
+
+EXIT_CODES = """\b
+Exit codes:
+  0  done
+  1  failed
+  2  wrong usage, a refused input or a bad setting
+  3  the run failed (submit --wait)
+  4  the run was cancelled (submit --wait)
+  5  there is no such run
+  6  the database cannot be reached or used
+"""
+
+
+@attrs.define
+class Settings:
+    """What the options given before or after a verb say; the environment says the rest."""
+
+    dsn: str | None = None
+    schema: str | None = None
+    as_json: bool = False
+
+    def config(self, **overrides: Any) -> RuntimeConfig:
+        """The settings from the environment, with the options on top. Raises ConfigError."""
+        given = {"dsn": self.dsn, "schema": self.schema, **overrides}
+        return RuntimeConfig.from_env(**{name: value for name, value in given.items() if value is not None})
+
+
+# --- errors ------------------------------------------------------------------------------------------
+
+
+class Refusal(Exception):
+    """An expected error: one line on stderr and an exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(" ".join(message.split()))
+        self.exit_code = exit_code
+
+
+def exit_code_of(error: RunlaneError) -> int:
+    """The exit code that an error has on the command line."""
+    if isinstance(error, (DatabaseError, EmbeddedError)):
+        return NO_DATABASE
+    if isinstance(error, RunFailed):
+        return RUN_FAILED
+    if isinstance(error, RunCancelled):
+        return RUN_CANCELLED
+    if isinstance(error, RunNotFound):
+        return NOT_FOUND
+    if isinstance(error, (ConfigError, InputRefused, InvalidPlay)):
+        return USAGE
+    return FAILED
+
+
+def _refusal(error: RunlaneError) -> Refusal:
+    message = str(error)
+    if isinstance(error, SchemaNotReady) and "migrate" not in message:
+        message += "; `runlane migrate` builds what is missing"
+    return Refusal(message, exit_code_of(error))
+
+
+class Verbs(click.Group):
+    """A group whose verbs end with one line and a code on every expected error."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RunlaneError as error:
+            refusal = _refusal(error)
+        except Refusal as error:
+            refusal = error
+        except KeyboardInterrupt:
+            refusal = Refusal("interrupted", INTERRUPTED)
+        click.echo(f"Error: {refusal}", err=True)
+        raise click.exceptions.Exit(refusal.exit_code)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order in which people need them
+
+
+# --- options that several verbs have -----------------------------------------------------------------
+
+
+def _remember(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+    settings = ctx.ensure_object(Settings)
+    if value:
+        setattr(settings, str(parameter.name), value)
+
+
+def database_options(verb: F) -> F:
+    verb = click.option(
+        "--schema",
+        expose_value=False,
+        callback=_remember,
+        help="Schema of runlane's tables  [RUNLANE_SCHEMA]",
+    )(verb)
+    return click.option(
+        "--dsn",
+        expose_value=False,
+        callback=_remember,
+        help="Where Postgres is; without one, the embedded server  [RUNLANE_DSN]",
+    )(verb)
+
+
+def json_option(verb: F) -> F:
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        expose_value=False,
+        callback=_remember,
+        help="Print JSON, one line, for programs.",
+    )(verb)
+
+
+def settings() -> Settings:
+    """The settings of the command that runs."""
+    return click.get_current_context().ensure_object(Settings)

@@ -1,0 +1,194 @@
+"""What the command line prints: tables for people, JSON for programs.
+
+Owns the look of every answer. It asks nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sql.status import AttemptRecord
+from sql.types import Fact, RunStatus
+
+_STYLES = {
+    "completed": "green",
+    "failed": "red",
+    "expired": "yellow",
+    "cancelled": "magenta",
+    "running": "cyan",
+}
+# Where no terminal says how wide it is, lines are for grep and must not be cut.
+_WIDE = 240
+_PAYLOAD_CHARS = 300
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that cuts nothing when its output goes to a file or a pipe."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDE)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout; times are ISO 8601."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)
+
+
+def state(word: str) -> Text:
+    """A status or outcome in its colour."""
+    return Text(word, style=_STYLES.get(word, ""))
+
+
+def moment(value: datetime | None) -> str:
+    """A time to the millisecond, or a dash."""
+    return "-" if value is None else value.isoformat(sep=" ", timespec="milliseconds")
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """An empty table in the house's look."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name, header_style="dim", overflow="fold", no_wrap=name in ("run", "at"))
+    return made
+
+
+# --- one run -----------------------------------------------------------------------------------------
+
+
+def run_record(run: RunStatus, attempts: Sequence[AttemptRecord], facts: Sequence[Fact]) -> dict[str, Any]:
+    """Everything that ``status`` knows, for a program."""
+    return {
+        **run_json(run),
+        "attempts": [attrs.asdict(one) for one in attempts],
+        "facts": [
+            {**attrs.asdict(fact, filter=attrs.filters.exclude("run_id")), "lane": fact.lane.label}
+            for fact in facts
+        ],
+    }
+
+
+def run_json(run: RunStatus) -> dict[str, Any]:
+    """A run's row, for a program."""
+    return {field.name: getattr(run, field.name) for field in attrs.fields(RunStatus)} | {
+        "lane": lane_state(run)
+    }
+
+
+def lane_state(run: RunStatus) -> str:
+    """Where the delivery of the run's lifecycle facts stands, in one word: delivered, pending or blocked."""
+    if run.lane_blocked is not None:
+        return "blocked"
+    return "delivered" if run.facts_delivered >= run.facts_last else "pending"
+
+
+def show_run(run: RunStatus, attempts: Sequence[AttemptRecord], facts: Sequence[Fact]) -> None:
+    """The run, its attempts and its facts, for people."""
+    out = console()
+    summary = Table.grid(padding=(0, 2))
+    summary.add_column(style="dim")
+    summary.add_column(overflow="fold")
+    for name, value in _summary(run):
+        summary.add_row(name, value)
+    out.print(summary)
+    if attempts:
+        out.print()
+        out.print(_attempts(attempts))
+    if facts:
+        out.print()
+        out.print(_facts(facts))
+
+
+def _summary(run: RunStatus) -> Iterable[tuple[str, Text | str]]:
+    yield "run", Text(run.run_id, style="bold")
+    yield "play", run.play
+    yield "status", state(run.status)
+    if run.host is not None:
+        yield "host", f"{run.host}, lease until {moment(run.lease_expires_at)}"
+    if run.wait_kind is not None:
+        yield "waits for", f"{run.wait_kind} {run.wait_key or ''} until {moment(run.wait_until)}"
+    elif run.status == "queued":
+        yield "due", moment(run.due_at)
+    yield "created", moment(run.created_at)
+    yield "started", moment(run.started_at)
+    yield "finished", moment(run.finished_at)
+    yield "attempts", f"{run.attempt} ({run.failures} failed, {run.crashes} crashed)"
+    if run.org_id is not None:
+        yield "org", run.org_id
+    if run.priority:
+        yield "priority", str(run.priority)
+    if run.labels:
+        yield "labels", " ".join(f"{key}={value}" for key, value in sorted(run.labels.items()))
+    if run.release_id is not None:
+        yield "release", run.release_id
+    lane = f"{run.facts_delivered} of {run.facts_last} facts delivered"
+    yield "lane", f"{lane}, blocked: {run.lane_blocked}" if run.lane_blocked is not None else lane
+
+
+def _attempts(attempts: Sequence[AttemptRecord]) -> Table:
+    made = table("attempt", "outcome", "host", "started", "seconds", "error", title="Ended attempts")
+    for one in attempts:
+        seconds = (one.ended_at - one.started_at).total_seconds()
+        error = one.error if isinstance(one.error, dict) else {}
+        words = ": ".join(str(error[key]) for key in ("error_type", "message") if error.get(key))
+        made.add_row(
+            str(one.attempt),
+            state(one.outcome),
+            one.host,
+            moment(one.started_at),
+            f"{seconds:.3f}",
+            Text(words, style="red"),
+        )
+    return made
+
+
+def _facts(facts: Sequence[Fact]) -> Table:
+    made = table("at", "lane", "seq", "type", "payload", title="Facts")
+    for fact in facts:
+        made.add_row(
+            moment(fact.created_at),
+            fact.lane.label,
+            str(fact.seq),
+            fact.type,
+            Text(_short(json.dumps(fact.payload, ensure_ascii=False))),
+        )
+    return made
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _PAYLOAD_CHARS else text[: _PAYLOAD_CHARS - 1] + "…"
+
+
+# --- many runs ---------------------------------------------------------------------------------------
+
+
+def show_runs(runs: Sequence[RunStatus]) -> None:
+    """One line per run."""
+    made = table("run", "play", "status", "attempt", "created", "finished", "lane", "labels")
+    for run in runs:
+        made.add_row(
+            run.run_id,
+            run.play,
+            state(run.status),
+            str(run.attempt),
+            moment(run.created_at),
+            moment(run.finished_at),
+            lane_state(run),
+            " ".join(f"{key}={value}" for key, value in sorted((run.labels or {}).items())),
+        )
+    console().print(made)

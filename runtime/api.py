@@ -1,0 +1,431 @@
+"""The public API: ``Runtime`` and its verbs.
+
+Owns the life of a runtime inside a host program and the translation between its verbs and the actors' messages. It
+never talks to the database itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from actors.admission import Admission
+from actors.control import CancelRequest
+from actors.core import EscalatedActor, Reply, bounded_cleanup
+from runtime import host as composition
+from runtime import ids
+from runtime.codec import JsonCodec
+from runtime.config import RuntimeConfig
+from runtime.embedded import embedded_server
+from runtime.handle import Door, Handle
+from runtime.health import serve_health
+from runtime.ledger import Ledger
+from runtime.plays import Play, index_plays
+from runtime.submit import Submit, check_admitted
+from sql import facts, status
+from sql.control import Cancellation
+from sql.errors import HostFailed, InputRefused, OutcomeUnknown, RunlaneError, RunNotFound
+from sql.status import AttemptRecord, Terminal
+from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Fact, RunStatus
+
+log = logging.getLogger("runlane.host")
+
+_CHUNK = 500
+_MOST_LISTED = 1_000
+_HEALTH_GRACE_S = 1.0
+
+
+@attrs.define(eq=False)
+class _Course:
+    """How the block of ``Runtime.open`` ends."""
+
+    body: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    failure: RunlaneError | None = None
+    error: BaseException | None = None
+
+    def fail(self, failure: RunlaneError) -> None:
+        """The host cannot go on: end the block."""
+        self.failure = self.failure or failure
+        self.body.cancel()
+
+    def conclude(self) -> None:
+        """Raise what the block raised, or why it was ended."""
+        if self.error is not None:
+            raise self.error
+        if self.failure is not None:
+            raise self.failure
+
+
+class Runtime:
+    """A host of plays and a client of its schema. Made by ``Runtime.open``.
+
+    All verbs raise ``OutcomeUnknown`` when the database gave no answer within ``operation_timeout_s``: what was asked
+    may have happened, and asking again is safe. They raise ``HostStopping`` once the runtime stops.
+    """
+
+    def __init__(self, host: composition.Host) -> None:
+        self._host = host
+        self._config = host.config
+        self._course = _Course()
+        self._stopped = trio.Event()
+        self._signals = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None
+        self._health_port: int | None = None
+        self._door = Door(self._wait, host.waiters.discard, self.status, self._cancel)
+
+    # --- opening and closing -------------------------------------------------------------------------
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls,
+        config: RuntimeConfig | None = None,
+        *,
+        plays: Iterable[Play] = (),
+        ledger: Ledger | None = None,
+        codec: JsonCodec | None = None,
+    ) -> AsyncIterator[Runtime]:
+        """Bring the schema up to date, start the actors, and stop them in order at the end of the block.
+
+        ``config`` None reads ``RUNLANE_*`` variables. ``ledger`` None keeps a read model in the same database. An error
+        of the block leaves it unwrapped. A host that gives up cancels the block and raises HostFailed.
+
+        At the end, running plays get ``grace_s``; then every lease is handed back within ``release_budget_s``.
+        """
+        config = RuntimeConfig.from_env() if config is None else config
+        registered = index_plays(plays)
+        async with contextlib.AsyncExitStack() as stack:
+            if config.dsn is None:
+                config = attrs.evolve(config, dsn=await _embedded(stack, config))
+            runtime = cls(await composition.compose(config, registered, ledger, codec or JsonCodec()))
+            async with trio.open_nursery() as nursery:
+                await runtime._start(nursery)
+                try:
+                    if runtime._course.failure is None:
+                        with runtime._course.body:
+                            yield runtime
+                except BaseException as exc:
+                    # Kept, and raised again outside of the nursery, which would wrap it in a group.
+                    runtime._course.error = exc
+                await runtime._close(nursery)
+            runtime._course.conclude()
+
+    async def _start(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        await nursery.start(self._supervise)
+        if self._config.health_port is not None and self._course.failure is None:
+            await nursery.start(self._serve_health)
+        if self._course.failure is None:
+            log.info(
+                "event=ready host=%s schema=%s plays=%s slots=%d",
+                self._host.identity["host"],
+                self._config.schema,
+                ",".join(self._host.plays) or "none",
+                self._config.slots,
+            )
+
+    async def _supervise(self, task_status: trio.TaskStatus[None]) -> None:
+        started = _Once(task_status)
+        try:
+            await self._host.supervisor.run(task_status=started)
+        except EscalatedActor as exc:
+            failure = HostFailed(str(exc))
+            failure.__cause__ = exc.error
+            self._course.fail(failure)
+        started.started()
+
+    async def _serve_health(self, task_status: trio.TaskStatus[None]) -> None:
+        started = _Once(task_status)
+
+        def on_bound(port: int) -> None:
+            self._health_port = port
+            started.started()
+
+        try:
+            await serve_health(
+                self._host.view,
+                self._config.health_host,
+                self._config.health_port or 0,
+                on_bound=on_bound,
+                shutdown=self._stopped,
+                grace_s=_HEALTH_GRACE_S,
+            )
+        except RunlaneError as exc:
+            self._course.fail(exc)
+        started.started()
+
+    async def _close(self, nursery: trio.Nursery) -> None:
+        # The supervisor bounds its own stop; the cleanup's bound only catches a supervisor that fails to.
+        with bounded_cleanup(self._config.shutdown_budget_s + self._config.release_budget_s):
+            await self._host.supervisor.stop()
+        self._stopped.set()
+        self._signals.cancel()
+        nursery.cancel_scope.deadline = trio.current_time() + 2 * _HEALTH_GRACE_S
+        log.info("event=stopped host=%s", self._host.identity["host"])
+
+    def hurry(self) -> None:
+        """Stop, and skip what is left of the grace period; leases are still handed back."""
+        self._host.supervisor.hurry()
+
+    async def wait_for_signal(self) -> signal.Signals:
+        """Wait for SIGTERM or SIGINT and return it. A second one skips the grace period of the stop that follows."""
+        arrived: list[signal.Signals] = []
+        first = trio.Event()
+
+        async def receive(task_status: trio.TaskStatus[None]) -> None:
+            with self._signals, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                task_status.started()
+                async for number in signals:
+                    if first.is_set():
+                        log.warning("event=hurry signal=%s", signal.Signals(number).name)
+                        self.hurry()
+                    arrived.append(signal.Signals(number))
+                    first.set()
+
+        assert self._nursery is not None
+        await self._nursery.start(receive)
+        await first.wait()
+        log.info("event=stopping signal=%s grace_s=%g", arrived[0].name, self._config.grace_s)
+        return arrived[0]
+
+    # --- what this host is ---------------------------------------------------------------------------
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The settings in force, the embedded server's DSN included."""
+        return self._config
+
+    @property
+    def host_id(self) -> str:
+        """This host's identity, fresh at each start."""
+        return str(self._host.identity["host"])
+
+    @property
+    def health_port(self) -> int | None:
+        """The port on which health is served; None without a health server."""
+        return self._health_port
+
+    @property
+    def plays(self) -> Mapping[str, Play]:
+        """The plays of this host by name."""
+        return self._host.plays
+
+    def readiness(self) -> Mapping[str, Any]:
+        """What ``/readyz`` answers."""
+        return self._host.view.readiness()
+
+    # --- verbs ---------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        play: Play | str,
+        input: Any = None,
+        *,
+        run_id: str | None = None,
+        idempotency_key: str | None = None,
+        org_id: str | None = None,
+        priority: int = 0,
+        delay: float | None = None,
+        at: datetime | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Handle:
+        """Admit a run, durably, and return its handle.
+
+        ``play`` may be another host's, by name. ``run_id`` (default: a new one) and ``idempotency_key`` (per
+        organisation and play) make the call safe to repeat: the same play and input give the existing run.
+        ``priority`` is from -2 to 2, higher first. ``delay`` (seconds) or ``at`` (a moment with a time zone) say when
+        it is due. ``labels`` are for finding runs.
+
+        Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, or IdempotencyConflict.
+        """
+        item = Submit(
+            play=play,
+            input=input,
+            run_id=run_id,
+            idempotency_key=idempotency_key,
+            org_id=org_id,
+            priority=priority,
+            delay=delay,
+            at=at,
+            labels=labels,
+        )
+        (handle,) = await self.submit_many([item])
+        return handle
+
+    async def submit_many(self, items: Iterable[Submit | tuple[Play | str, Any]]) -> list[Handle]:
+        """Admit many runs in few round trips; handles in the same order.
+
+        Each item is a ``Submit`` or a pair of play and input. All are checked before the first is admitted. Chunks are
+        admitted on their own: when one item is refused by the database, the error is raised after the others are in.
+        """
+        asked = [item if isinstance(item, Submit) else Submit(*_pair(item)) for item in items]
+        prepared = [await self._host.submissions.prepare(item) for item in asked]
+        timeout_s = self._config.operation_timeout_s
+        deadline = trio.current_time() + timeout_s
+        messages = [
+            Admission(prepared[start : start + _CHUNK], deadline) for start in range(0, len(prepared), _CHUNK)
+        ]
+        with trio.move_on_at(deadline) as limit:
+            for message in messages:
+                await self._host.admissions.send(message)
+        if limit.cancelled_caught:
+            raise OutcomeUnknown(
+                f"admission is overloaded or away: not all were handed over in {timeout_s:g} s"
+            )
+        handles: list[Handle] = []
+        for message in messages:
+            # A little later than the actor's own deadline, whose error says more.
+            answers = await message.reply.wait(deadline - trio.current_time() + 1.0)
+            for item, answer in zip(message.items, answers, strict=True):
+                check_admitted(item, answer)
+                handles.append(Handle(answer.run_id, self._door, created=answer.created))
+        return handles
+
+    def handle(self, run_id: str) -> Handle:
+        """A handle of any run of this schema, from any process. Asks nothing yet."""
+        return Handle(ids.check_run_id(run_id), self._door)
+
+    async def status(self, run_id: str) -> RunStatus:
+        """What is now. Raises RunNotFound."""
+        ids.check_run_id(run_id)
+        found = await self._ask(lambda session: status.read_runs(session, [run_id]))
+        if run_id not in found:
+            raise RunNotFound(run_id)
+        answer: RunStatus = found[run_id]
+        return answer
+
+    async def facts(self, run_id: str) -> list[Fact]:
+        """The run's log in order: the lifecycle lane, then what it has logged. Raises RunNotFound."""
+        ids.check_run_id(run_id)
+        found: list[Fact] = await self._ask(lambda session: facts.read(session, run_id))
+        if not found:
+            raise RunNotFound(run_id)
+        return found
+
+    async def attempts(self, run_id: str) -> Sequence[AttemptRecord]:
+        """The attempts of a run that have ended, oldest first."""
+        ids.check_run_id(run_id)
+        found: Sequence[AttemptRecord] = await self._ask(
+            lambda session: status.read_attempts(session, run_id)
+        )
+        return found
+
+    async def runs(
+        self,
+        *,
+        status: str | None = None,
+        play: str | None = None,
+        org_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> list[RunStatus]:
+        """One page of runs that match, newest run id first. ``after``: the last run id of the page before."""
+        return await self._list(status, play, org_id, labels, limit, after)
+
+    async def cancel(self, run_id: str, *, reason: str | None = None, by: str | None = None) -> CancelOutcome:
+        """End a run as cancelled, whatever it is doing, and say who won. Raises RunNotFound.
+
+        The run's attempt loses its fence at once; its play sees a cancellation. Where somebody else holds the run's
+        row, the request is recorded and the outcome is ``pending``.
+        """
+        ids.check_run_id(run_id)
+        request = CancelRequest(
+            Cancellation(run_id, uuid.uuid4().hex, _text("reason", reason), _text("by", by))
+        )
+        await self._host.cancellations.send(request)
+        answer = (await request.reply.wait(self._config.operation_timeout_s)).answer
+        if answer == "missing":
+            raise RunNotFound(run_id)
+        return CancelOutcome(answer == "cancelled", answer.removesuffix("_before"))
+
+    # --- inside --------------------------------------------------------------------------------------
+
+    async def _list(
+        self,
+        wanted: str | None,
+        play: str | None,
+        org_id: str | None,
+        labels: Mapping[str, str] | None,
+        limit: int,
+        after: str | None,
+    ) -> list[RunStatus]:
+        if wanted is not None and wanted not in OPEN_STATUSES | TERMINAL_STATUSES:
+            known = ", ".join(sorted(OPEN_STATUSES | TERMINAL_STATUSES))
+            raise InputRefused("status", f"must be one of {known}, not {wanted!r}")
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= _MOST_LISTED:
+            raise InputRefused("limit", f"must be a whole number from 1 to {_MOST_LISTED}, not {limit!r}")
+        if after is not None:
+            ids.check_run_id(after)
+        checked = ids.check_labels(labels)
+        text = None
+        if checked:
+            text = JsonCodec().encode(checked, what="labels", limit_bytes=65_536, max_depth=2)
+        found: list[RunStatus] = await self._ask(
+            lambda session: status.list_runs(
+                session, status=wanted, play=play, org_id=org_id, labels=text, limit=limit, after=after
+            )
+        )
+        return found
+
+    async def _ask(self, read: Any) -> Any:
+        return await composition.ask(self._host.queries, read, self._config.operation_timeout_s)
+
+    async def _cancel(self, run_id: str, reason: str | None) -> CancelOutcome:
+        return await self.cancel(run_id, reason=reason)
+
+    def _wait(self, run_id: str) -> Reply[Terminal]:
+        running_here = self._host.attempts.get(run_id) is not None
+        reply = self._host.waiters.add(run_id, running_here=running_here)
+        if not running_here:
+            self._host.hints.wake_watch.set()
+        return reply
+
+
+class _Once:
+    """A task status that may be told twice: at the start, or at an end that came before it."""
+
+    def __init__(self, task_status: trio.TaskStatus[None]) -> None:
+        self._task_status: trio.TaskStatus[None] | None = task_status
+
+    def started(self, _value: object = None) -> None:
+        """Tell the starter, once."""
+        if self._task_status is not None:
+            task_status, self._task_status = self._task_status, None
+            task_status.started()
+
+
+def _pair(item: Any) -> tuple[Play | str, Any]:
+    if isinstance(item, tuple) and len(item) == 2:
+        return item
+    raise InputRefused("items", f"must be Submit(…) or (play, input), not {type(item).__name__}")
+
+
+def _text(field: str, value: str | None) -> str | None:
+    if value is not None and (not isinstance(value, str) or "\x00" in value or len(value) > 2_000):
+        raise InputRefused(field, "must be text of at most 2000 characters without NUL")
+    return value
+
+
+async def _embedded(stack: contextlib.AsyncExitStack, config: RuntimeConfig) -> str:
+    """Start (or join) the embedded server for as long as the stack lives; its DSN."""
+    folder = None if config.embedded_dir is None else Path(config.embedded_dir)
+    server = embedded_server(folder)
+    dsn = await trio.to_thread.run_sync(server.__enter__)
+
+    async def leave() -> None:
+        with bounded_cleanup(config.shutdown_budget_s):
+            await trio.to_thread.run_sync(partial(server.__exit__, None, None, None))
+
+    stack.push_async_callback(leave)
+    return dsn

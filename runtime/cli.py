@@ -1,0 +1,455 @@
+"""The command line: ``python -m runtime`` and ``runlane``.
+
+Owns the verbs, their options, what an error looks like and which exit code it has. The verbs of a client open one
+session and call the kernel's doors; only ``serve`` and ``demo`` start hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import attrs
+import click
+import trio
+
+from runtime import _cli_show as show
+from runtime import _client, ids, logs
+from runtime import serve as hosting
+from runtime.api import Runtime
+from runtime.codec import JsonCodec
+from runtime.config import LOG_LEVELS, RuntimeConfig
+from runtime.demo import run_demo
+from runtime.embedded import EmbeddedError
+from runtime.handle import output_of
+from sql import control, deployment, due, facts, status, submit
+from sql.connection import Session
+from sql.errors import (
+    ConfigError,
+    DatabaseError,
+    InputRefused,
+    InvalidPlay,
+    LinkLost,
+    RunCancelled,
+    RunFailed,
+    RunlaneError,
+    RunNotFound,
+    SchemaNotReady,
+)
+from sql.types import OPEN_STATUSES, TERMINAL_STATUSES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+@click.group(cls=Verbs, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@json_option
+@database_options
+def cli() -> None:
+    """Durable runs on Postgres: submit them, host them, look at them.
+
+    Every setting is also read from the environment as RUNLANE_<SETTING>, for example RUNLANE_DSN. Without a DSN the
+    embedded Postgres of RUNLANE_EMBEDDED_DIR (or a default folder) is started for as long as a command needs it.
+
+    \b
+    Examples:
+      runlane demo                              watch the whole thing work
+      runlane serve --plays myapp.plays         host plays until Ctrl-C
+      runlane submit audit '{"path": "/srv"}'   run one of them
+    """
+
+
+# --- demo --------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@json_option
+@database_options
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 600),
+    default=20.0,
+    show_default=True,
+    help="How long to submit audits.",
+)
+def demo(seconds: float) -> None:
+    """Audit every installed distribution with two hosts, and kill one on the way.
+
+    Starts the embedded Postgres in .runlane/demo (RUNLANE_DSN or --dsn use another server) and two host processes.
+    One run per distribution verifies the files of its RECORD, round after round. While it is going on, one host is
+    killed with SIGKILL and another is started. At the end everything is counted. Exits 0 only if every check held; a
+    file that does not match its RECORD is reported as a finding about this environment, and fails nothing.
+
+    \b
+    Examples:
+      runlane demo
+      runlane demo --seconds 60 --json
+    """
+    settings = base.settings()
+    if not run_demo(settings.dsn, settings.schema, seconds=seconds, as_json=settings.as_json):
+        raise click.exceptions.Exit(FAILED)
+
+
+# --- serve -------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@json_option
+@database_options
+@click.option(
+    "--plays",
+    "targets",
+    multiple=True,
+    required=True,
+    metavar="MODULE[:ATTR]",
+    help="A module with plays, or a play or list of plays in it. Repeatable.",
+)
+@click.option("--slots", type=int, help="Attempts that run here at once.  [RUNLANE_SLOTS]")
+@click.option("--health-host", help="Address of the health server.  [RUNLANE_HEALTH_HOST]")
+@click.option("--health-port", type=int, help="Its port; 0 takes any free one.  [RUNLANE_HEALTH_PORT]")
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS, case_sensitive=False),
+    help="Least level logged.  [RUNLANE_LOG_LEVEL]",
+)
+@click.option("--stop-with-stdin", is_flag=True, hidden=True, help="Stop at the end of stdin, too.")
+def serve(
+    targets: tuple[str, ...],
+    slots: int | None,
+    health_host: str | None,
+    health_port: int | None,
+    log_level: str | None,
+    stop_with_stdin: bool,
+) -> None:
+    """Host plays until SIGTERM or Ctrl-C.
+
+    Prints one line when it is ready and logs to stderr. The first signal lets running plays end within the grace
+    period and hands every lease back; a second one skips the grace period. Exits 0 then, and 1 when the host had to
+    give up. The current directory is importable.
+
+    \b
+    Examples:
+      runlane serve --plays myapp.plays
+      runlane serve --plays myapp.plays:nightly --slots 50 --health-port 8080
+    """
+    settings = base.settings()
+    config = settings.config(
+        slots=slots,
+        health_host=health_host,
+        health_port=health_port,
+        log_level=log_level and log_level.upper(),
+    )
+    plays = hosting.load_plays(targets)
+    logs.configure(config.log_level)
+
+    def announce(runtime: Runtime) -> None:
+        ready = hosting.ready(runtime)
+        if settings.as_json:
+            show.printjson_option(ready)
+        else:
+            click.echo(" ".join(f"{name}={value}" for name, value in ready.items() if value is not None))
+        sys.stdout.flush()
+
+    trio.run(partial(hosting.serve, config, plays, announce, stop_with_stdin=stop_with_stdin))
+
+
+# --- migrate -----------------------------------------------------------------------------------------
+
+
+@cli.command()
+@json_option
+@database_options
+@click.option("--check", is_flag=True, help="Only look: exit 1 and say what is missing, change nothing.")
+def migrate(check: bool) -> None:
+    """Bring the schema up to this version.
+
+    Creates the schema, its tables and its functions, or what is missing of them. Running hosts are not disturbed, and
+    any number of processes may do it at once. Hosts also do it when they start; do it by hand where their role may
+    not create anything.
+
+    \b
+    Examples:
+      runlane migrate
+      runlane migrate --check --dsn postgresql://owner@db/app
+    """
+    settings = base.settings()
+    config = settings.config()
+    if check:
+        readiness = _client.ask(config, deployment.check)
+        missing = list(readiness.missing)
+        if settings.as_json:
+            show.printjson_option({"schema": config.schema, "ready": readiness.ready, "missing": missing})
+        elif readiness.ready:
+            click.echo(f"schema {config.schema} is ready")
+        if not readiness.ready:
+            raise Refusal(f"schema {config.schema} lacks {', '.join(missing)}", FAILED)
+        return
+    changed = _client.ask(config, deployment.ensure)
+    if settings.as_json:
+        show.printjson_option({"schema": config.schema, "ready": True, "changed": changed})
+    else:
+        click.echo(f"schema {config.schema} {'brought up to date' if changed else 'was up to date'}")
+
+
+# --- submit ------------------------------------------------------------------------------------------
+
+
+@cli.command("submit")
+@json_option
+@database_options
+@click.argument("play")
+@click.argument("input", required=False, metavar="[INPUT-JSON|-]")
+@click.option("--run-id", help="An id of your own; submitting it again gives the same run.")
+@click.option("--idempotency-key", help="Submitting the same key and input again gives the same run.")
+@click.option("--org", help="Organisation that the run belongs to.")
+@click.option("--priority", type=int, default=0, show_default=True, help="From -2 (last) to 2 (first).")
+@click.option("--delay", type=float, metavar="SECONDS", help="Not before this many seconds from now.")
+@click.option("--at", metavar="TIME", help="Not before this time: ISO 8601 with an offset or Z.")
+@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
+@click.option("--wait", is_flag=True, help="Wait until the run has ended, and print its output.")
+def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> None:
+    """Submit a run of PLAY.
+
+    INPUT-JSON is the play's input, - reads it from stdin, and without one it is null. Prints the run's id. With --wait
+    it prints the output instead, and exits 3 when the run failed and 4 when it was cancelled. A host that serves the
+    play must have registered it once; it need not be running now.
+
+    \b
+    Examples:
+      runlane submit audit '{"path": "/srv"}' --idempotency-key srv-2026-01-31
+      generate-input | runlane submit report - --label team=ops --wait
+    """
+    settings = base.settings()
+    config = settings.config()
+    text = _input_text(input, config)
+    options = _submit_options(options, config)
+    own_id = options["run_id"] is None and options["idempotency_key"] is None
+    if own_id:
+        # So that asking again after a lost answer cannot make a second run.
+        options["run_id"] = ids.new_run_id()
+
+    async def body(session: Session) -> tuple[str, bool]:
+        return await submit.submit(session, play, text, options)
+
+    with _client.reachable(config) as found:
+        try:
+            run_id, created = _client.ask(found, body)
+        except LinkLost as exc:
+            name = options["run_id"] or f"with idempotency key {options['idempotency_key']!r}"
+            raise Refusal(f"run {name} may have been submitted or not: {exc}", NO_DATABASE) from exc
+        created = created or own_id
+        if not wait:
+            if settings.as_json:
+                show.printjson_option({"run_id": run_id, "created": created})
+            else:
+                click.echo(run_id)
+                if not created:
+                    click.echo("the run was there already", err=True)
+            return
+        if not settings.as_json:
+            click.echo(f"run {run_id}", err=True)
+        terminal = trio.run(_client.wait_for_end, found, run_id)
+    if settings.as_json:
+        show.printjson_option(
+            {"run_id": run_id, "created": created, "status": terminal.status, **(terminal.payload or {})}
+        )
+    output = output_of(terminal)
+    if not settings.as_json:
+        show.printjson_option(output)
+
+
+def _input_text(given: str | None, config: RuntimeConfig) -> str:
+    text = "null" if given is None else given
+    if given == "-":
+        try:
+            text = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as exc:
+            raise InputRefused("input", f"stdin is not UTF-8: {exc.reason}") from None
+    codec = JsonCodec()
+    value = codec.decode(text, what="input")
+    return codec.encode(value, what="input", limit_bytes=config.max_payload_bytes, max_depth=config.max_depth)
+
+
+def _submit_options(given: dict[str, Any], config: RuntimeConfig) -> dict[str, Any]:
+    at = None
+    if given["at"] is not None:
+        with contextlib.suppress(ValueError):
+            at = datetime.fromisoformat(given["at"])
+        if at is None:
+            raise InputRefused("at", f"must be a time as in 2026-01-31T18:00:00Z, not {given['at']!r}")
+    delay_s, at = ids.check_when(given["delay"], at)
+    return {
+        "run_id": None if given["run_id"] is None else ids.check_run_id(given["run_id"]),
+        "idempotency_key": ids.check_idempotency_key(given["idempotency_key"]),
+        "org_id": ids.check_org_id(given["org"]),
+        "priority": ids.check_priority(given["priority"]),
+        "delay": delay_s,
+        "at": None if at is None else at.isoformat(),
+        "labels": _labels(given["labels"]),
+        "release_id": config.release_id,
+        "environment": config.environment,
+        "notify": config.notify,
+    }
+
+
+def _labels(pairs: tuple[str, ...]) -> dict[str, str] | None:
+    labels = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise InputRefused("label", f"write it as KEY=VALUE, not {pair!r}")
+        labels[key] = value
+    return ids.check_labels(labels) or None
+
+
+# --- status ------------------------------------------------------------------------------------------
+
+
+@cli.command("status")
+@json_option
+@database_options
+@click.argument("run_id", metavar="RUN")
+@click.option(
+    "--facts", "most", type=click.IntRange(min=0), default=20, show_default=True, help="Newest facts to show."
+)
+def status_verb(run_id: str, most: int) -> None:
+    """Show a run: what is now, who tried, what happened.
+
+    Prints the run's row, its ended attempts, its newest facts and how many of its facts the ledger has. Exits 5 when
+    there is no such run.
+
+    \b
+    Examples:
+      runlane status 0199b7a4-7d5c-7c1e-9d3a-6f0c1f1c2d3e
+      runlane status nightly-42 --facts 100 --json
+    """
+    settings = base.settings()
+    ids.check_run_id(run_id)
+
+    async def body(session: Session) -> tuple[Any, Any, Any]:
+        run = (await status.read_runs(session, [run_id])).get(run_id)
+        if run is None:
+            raise RunNotFound(run_id)
+        attempts = await status.read_attempts(session, run_id)
+        return run, attempts, await facts.read(session, run_id) if most else []
+
+    run, attempts, found = _client.ask(settings.config(), body)
+    # Both lanes in the order of time; within one lane the order of its numbers always stands.
+    found = sorted(found, key=lambda fact: fact.created_at)[-most:] if most else []
+    if settings.as_json:
+        show.printjson_option(show.run_record(run, attempts, found))
+    else:
+        show.show_run(run, attempts, found)
+
+
+# --- cancel ------------------------------------------------------------------------------------------
+
+
+@cli.command("cancel")
+@json_option
+@database_options
+@click.argument("run_id", metavar="RUN")
+@click.option("--reason", help="Kept with the run, for people.")
+def cancel_verb(run_id: str, reason: str | None) -> None:
+    """Cancel a run, whatever it is doing.
+
+    A run that is executing loses its lease at once and its play is cancelled. "pending" means that the request is
+    recorded and takes effect in a moment. Exits 1 when the run had already completed or failed, 5 when there is no
+    such run; cancelling a cancelled run is fine.
+
+    \b
+    Examples:
+      runlane cancel 0199b7a4-7d5c-7c1e-9d3a-6f0c1f1c2d3e --reason duplicate
+      runlane cancel nightly-42 --json
+    """
+    settings = base.settings()
+    config = settings.config()
+    request = control.Cancellation(ids.check_run_id(run_id), ids.new_run_id(), reason, "command line")
+
+    async def body(session: Session) -> str:
+        (answer,) = await control.cancel(session, [request], mark=True)
+        if config.notify and answer.answer in ("cancelled", "pending"):
+            await due.notify(session, ["control", "terminals", "lanes"])
+        return answer.answer
+
+    answer = _client.ask(config, body)
+    if answer == "missing":
+        raise RunNotFound(run_id)
+    stands = "cancelled" if answer == "cancelled_before" else answer
+    if settings.as_json:
+        show.printjson_option({"run_id": run_id, "won": answer == "cancelled", "status": stands})
+    elif stands not in ("completed", "failed"):
+        words = {"cancelled": "cancelled", "pending": "pending: the request is recorded"}
+        click.echo("was cancelled before" if answer == "cancelled_before" else words[answer])
+    if stands in ("completed", "failed"):
+        raise Refusal(f"run {run_id} had already {stands}", FAILED)
+
+
+# --- runs --------------------------------------------------------------------------------------------
+
+
+@cli.command("runs")
+@json_option
+@database_options
+@click.option("--status", "wanted", type=click.Choice(sorted(OPEN_STATUSES | TERMINAL_STATUSES)))
+@click.option("--play", help="Only runs of this play.")
+@click.option("--org", help="Only runs of this organisation.")
+@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Only runs with it. Repeatable.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Runs to list.")
+@click.option("--after", metavar="RUN", help="Go on after this run, the last of the page before.")
+def runs_verb(
+    wanted: str | None,
+    play: str | None,
+    org: str | None,
+    labels: tuple[str, ...],
+    limit: int,
+    after: str | None,
+) -> None:
+    """List runs, newest first.
+
+    Filters add up. "lane" says whether the ledger has all facts of a run. With --json the answer has "next": the value
+    for --after that gives the following page, or null.
+
+    \b
+    Examples:
+      runlane runs --status failed --play audit
+      runlane runs --label team=ops --limit 100 --json
+    """
+    settings = base.settings()
+    wanted_labels = _labels(labels)
+    if after is not None:
+        ids.check_run_id(after)
+
+    async def body(session: Session) -> list[Any]:
+        return await status.list_runs(
+            session,
+            status=wanted,
+            play=play,
+            org_id=org,
+            labels=None if wanted_labels is None else json.dumps(wanted_labels),
+            limit=limit,
+            after=after,
+        )
+
+    found = _client.ask(settings.config(), body)
+    following = found[-1].run_id if len(found) == limit else None
+    if settings.as_json:
+        show.printjson_option({"runs": [show.runjson_option(run) for run in found], "next": following})
+        return
+    if not found:
+        click.echo("no runs", err=True)
+        return
+    show.show_runs(found)
+    if following is not None:
+        click.echo(f"there may be more: --after {following}", err=True)
+
+
+# --- the entry ---------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The console script: run the verb of ``sys.argv`` and exit."""
+    cli()

@@ -1,0 +1,112 @@
+"""Deliveries: prefixes of lanes as a ledger sees them, and its answers as the outbox understands them.
+
+Owns the canonical form of facts on their way to a ledger, its digest, and the mapping of every way a ledger can fail.
+It never acknowledges anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+
+import trio
+
+from actors.delivery import Outcome
+from runtime.ledger import AppendOutcome, Ledger, LedgerRejected, LedgerRetry, takes_batches
+from sql.lanes import Prefix
+from sql.types import Delivery, Fact
+
+log = logging.getLogger("runlane.deliver")
+
+_DELIVERED = Outcome("delivered")
+
+
+def delivery_of(prefix: Prefix) -> Delivery:
+    """The delivery of a prefix: the same facts, key and digest each time it is delivered."""
+    facts = tuple(
+        Fact(prefix.run_id, prefix.lane, seq, type_, json.loads(payload), created_at)
+        for seq, type_, payload, created_at in zip(
+            prefix.seqs, prefix.types, prefix.payloads, prefix.created_ats, strict=True
+        )
+    )
+    key = f"{prefix.run_id}:{prefix.lane.label}:{prefix.seqs[0]}-{prefix.through}"
+    digest = hashlib.sha256(key.encode())
+    for fact in facts:
+        line = json.dumps(
+            [fact.seq, fact.type, fact.created_at.isoformat(), fact.payload],
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+        )
+        digest.update(b"\n" + line.encode("utf-8", "surrogatepass"))
+    return Delivery(prefix.run_id, prefix.lane, facts, key, prefix.attempt, digest.hexdigest())
+
+
+class Deliveries:
+    """Hands prefixes to ``ledger`` within ``timeout_s``: all at once where it takes batches, else side by side."""
+
+    def __init__(self, ledger: Ledger, *, timeout_s: float) -> None:
+        self._ledger = ledger
+        self._timeout_s = timeout_s
+
+    async def __call__(self, prefixes: Sequence[Prefix]) -> Sequence[Outcome]:
+        """One outcome per prefix, in order."""
+        outcomes: list[Outcome] = [_DELIVERED] * len(prefixes)
+        deliveries: dict[int, Delivery] = {}
+        for index, prefix in enumerate(prefixes):
+            try:
+                deliveries[index] = delivery_of(prefix)
+            except (ValueError, RecursionError) as exc:
+                outcomes[index] = Outcome("rejected", reason=f"a fact cannot be decoded: {exc}"[:2000])
+
+        async def one(index: int, delivery: Delivery) -> None:
+            outcomes[index] = await self._one(delivery)
+
+        if takes_batches(self._ledger):
+            answers = await self._many(list(deliveries.values())) if deliveries else []
+            for index, answer in zip(deliveries, answers, strict=True):
+                outcomes[index] = answer
+        else:
+            async with trio.open_nursery() as nursery:
+                for index, delivery in deliveries.items():
+                    nursery.start_soon(one, index, delivery)
+        return outcomes
+
+    async def _one(self, delivery: Delivery) -> Outcome:
+        try:
+            with trio.move_on_after(self._timeout_s):
+                await self._ledger.append(delivery)
+                return _DELIVERED
+        except Exception as exc:  # the ledger is the user's: whatever it raises is its answer
+            return _outcome(exc)
+        return self._too_slow()
+
+    async def _many(self, deliveries: Sequence[Delivery]) -> Sequence[Outcome]:
+        assert takes_batches(self._ledger)
+        try:
+            with trio.move_on_after(self._timeout_s):
+                answers = await self._ledger.append_many(deliveries)
+                if len(answers) != len(deliveries):
+                    reason = f"append_many answered {len(answers)} outcomes for {len(deliveries)} deliveries"
+                    return [Outcome("retry", reason=reason)] * len(deliveries)
+                return [_answer(answer) for answer in answers]
+        except Exception as exc:
+            return [_outcome(exc)] * len(deliveries)
+        return [self._too_slow()] * len(deliveries)
+
+    def _too_slow(self) -> Outcome:
+        return Outcome("retry", reason=f"no answer within {self._timeout_s:g} s")
+
+
+def _answer(answer: AppendOutcome) -> Outcome:
+    return _DELIVERED if answer is None else _outcome(answer)
+
+
+def _outcome(error: Exception) -> Outcome:
+    if isinstance(error, LedgerRetry):
+        return Outcome("retry", error.after, str(error))
+    if isinstance(error, LedgerRejected):
+        return Outcome("rejected", reason=error.reason)
+    return Outcome("retry", reason=f"{type(error).__name__}: {error}"[:2000])

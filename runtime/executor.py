@@ -1,0 +1,192 @@
+"""The executor: runs the play of one attempt and turns what happens into an ending.
+
+Owns the rules from a play's return, error, park or cancellation to the settlement of its attempt. It never writes to
+the database: endings go to settle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import trio
+
+from actors.attempts import Attempt, Why
+from actors.executors import released
+from runtime.codec import JsonCodec, error_record
+from runtime.config import RuntimeConfig
+from runtime.context import Context, SyncContext
+from runtime.plays import Play
+from sql.errors import ItemFault, PayloadRefused, RunlaneError
+from sql.settle import Settlement
+
+log = logging.getLogger("runlane.executor")
+
+
+class PlayTimedOut(RunlaneError):
+    """An attempt ran longer than its play's ``timeout_s``."""
+
+
+class Executor:
+    """Callable with an attempt; gives its settlement, or None when there is nothing to settle.
+
+    ``say(attempt)`` hands an attempt with something to say to the facts actor; ``flush()`` makes it hurry.
+    """
+
+    def __init__(
+        self,
+        plays: Mapping[str, Play],
+        codec: JsonCodec,
+        config: RuntimeConfig,
+        *,
+        say: Callable[[Attempt], None],
+        flush: Callable[[], None],
+    ) -> None:
+        self._plays = plays
+        self._codec = codec
+        self._config = config
+        self._say = say
+        self._flush = flush
+        self._threads = trio.CapacityLimiter(config.threads)
+
+    async def __call__(self, attempt: Attempt) -> Settlement | None:
+        """Run the play inside the attempt's scope."""
+        play = self._plays[attempt.claimed.play]
+        context = Context(
+            attempt,
+            self._codec,
+            say=self._say,
+            park_after_s=self._config.park_after_s,
+            max_depth=self._config.max_depth,
+        )
+        output: Any = None
+        failure: Exception | None = None
+        ended = False
+        with attempt.scope:
+            try:
+                output = await self._play(play, context, attempt)
+                ended = True
+            except Exception as exc:
+                failure = exc
+                ended = True
+        ending = self._ending(play, context, attempt, ended, output, failure)
+        if ending is not None and attempt.has_unstored:
+            await self._store(attempt)
+        return ending
+
+    async def _play(self, play: Play, context: Context, attempt: Attempt) -> Any:
+        context.begin()
+        arguments: list[Any] = []
+        if play.takes_input:
+            data = self._codec.decode(attempt.claimed.input, what="input")
+            if play.input_type is not None:
+                data = self._codec.structure(data, play.input_type, what="input")
+            arguments.append(data)
+        if play.timeout_s is None:
+            return await self._call(play, context, arguments)
+        with trio.move_on_after(play.timeout_s) as limit:
+            return await self._call(play, context, arguments)
+        if limit.cancelled_caught:
+            raise PlayTimedOut(f"the attempt ran longer than timeout_s={play.timeout_s:g}")
+        return None
+
+    async def _call(self, play: Play, context: Context, arguments: list[Any]) -> Any:
+        if not play.is_sync:
+            return await play.fn(context, *arguments)
+        # Abandoned when cancelled: the thread cannot be stopped, but what it does is refused by its fence.
+        return await trio.to_thread.run_sync(
+            play.fn, SyncContext(context), *arguments, abandon_on_cancel=True, limiter=self._threads
+        )
+
+    def _ending(
+        self,
+        play: Play,
+        context: Context,
+        attempt: Attempt,
+        ended: bool,
+        output: Any,
+        failure: Exception | None,
+    ) -> Settlement | None:
+        if attempt.why in (Why.CANCELLED, Why.LOST):
+            return None
+        if attempt.why is Why.PARKED:
+            waits = [
+                {"key": wait.key, "kind": wait.kind, "delay_s": wait.delay_s}
+                for wait in context.waits.values()
+            ]
+            return self._settlement(attempt, "parked", waits=json.dumps(waits))
+        if not ended or (attempt.why is Why.SHUTDOWN and failure is not None):
+            # Stopped by a shutdown, or by its scope's deadline because the lease could not be renewed.
+            return released(attempt)
+        if failure is None:
+            try:
+                return self._completed(attempt, output)
+            except Exception as exc:  # the output's own serializer raised
+                failure = exc
+        return self._failed(play, attempt, failure)
+
+    def _completed(self, attempt: Attempt, output: Any) -> Settlement:
+        if output is None:
+            return self._settlement(attempt, "completed", '{"output":null}')
+        text, replaced = self._codec.encode_output(
+            output, limit_bytes=self._config.max_payload_bytes, max_depth=self._config.max_depth
+        )
+        if replaced is None:
+            return self._settlement(attempt, "completed", f'{{"output":{text}}}')
+        log.warning("event=output_replaced run=%s reason=%r", attempt.run_id, replaced)
+        return self._settlement(
+            attempt, "completed", f'{{"output":{text},"replaced":{json.dumps(replaced)}}}'
+        )
+
+    def _failed(self, play: Play, attempt: Attempt, failure: Exception) -> Settlement:
+        failures = attempt.claimed.failures
+        payload = json.dumps({"error": error_record(failure), "failures": failures + 1})
+        final = failures >= play.retries or isinstance(failure, PayloadRefused)
+        log.info(
+            "event=attempt_failed run=%s play=%s attempt=%d final=%s error=%s",
+            attempt.run_id,
+            play.name,
+            attempt.attempt,
+            str(final).lower(),
+            type(failure).__name__,
+        )
+        if final:
+            return self._settlement(attempt, "failed", payload)
+        # The exponent is capped: a float overflows long after backoff_max_s is reached.
+        delay_s = min(play.backoff_max_s, play.backoff_s * play.backoff_factor ** min(failures, 64))
+        return self._settlement(attempt, "retried", payload, delay_s=delay_s)
+
+    def _settlement(
+        self, attempt: Attempt, outcome: str, payload: str = "{}", *, delay_s: float = 0.0, waits: str = "[]"
+    ) -> Settlement:
+        return Settlement(
+            attempt.run_id,
+            attempt.attempt,
+            attempt.token,
+            outcome,
+            payload,
+            delay_s,
+            waits,
+            attempt.claimed.play,
+        )
+
+    async def _store(self, attempt: Attempt) -> None:
+        """Wait until what the attempt has said is in the database: its ending comes after it."""
+        if attempt.stored is None:
+            attempt.stored = trio.Event()
+        self._flush()
+        await attempt.stored.wait()
+
+
+def unstorable(ending: Settlement, fault: ItemFault) -> Settlement:
+    """The ending that replaces one the database refuses: a run always ends."""
+    record = {
+        "error_type": "OutcomeUnstorable",
+        "message": f"the attempt ended as {ending.outcome}, which could not be stored: {fault}",
+        "traceback": None,
+    }
+    payload = json.dumps({"error": record})
+    return attrs.evolve(ending, outcome="failed", payload=payload)

@@ -1,0 +1,80 @@
+"""A handle: one run, as its submitter sees it.
+
+Owns how a terminal fact becomes an output or an error. It keeps no state of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import attrs
+import trio
+
+from actors.core import Reply
+from sql.errors import ResultTimeout, RunCancelled, RunFailed, RunNotFound
+from sql.status import Terminal
+from sql.types import CancelOutcome, RunStatus
+
+
+@attrs.frozen
+class Door:
+    """What a handle needs of its runtime."""
+
+    wait: Callable[[str], Reply[Terminal]]
+    forget: Callable[[str, Reply[Terminal]], None]
+    status: Callable[[str], Awaitable[RunStatus]]
+    cancel: Callable[[str, str | None], Awaitable[CancelOutcome]]
+
+
+class Handle:
+    """Refers to a run by its id. ``created`` says whether the submit that gave it made the run (None: unknown)."""
+
+    def __init__(self, run_id: str, door: Door, *, created: bool | None = None) -> None:
+        self.run_id = run_id
+        self.created = created
+        self._door = door
+
+    def __repr__(self) -> str:
+        return f"<Handle run={self.run_id}>"
+
+    async def result(self, timeout: float | None = None) -> Any:  # noqa: ASYNC109 - part of the pinned API
+        """The run's output, once it has ended.
+
+        Raises RunFailed or RunCancelled when it ended so, RunNotFound, or ResultTimeout when ``timeout`` seconds
+        passed first; the run then goes on.
+        """
+        reply = self._door.wait(self.run_id)
+        try:
+            with trio.move_on_after(float("inf") if timeout is None else timeout):
+                return output_of(await reply.wait())
+        finally:
+            self._door.forget(self.run_id, reply)
+        raise ResultTimeout(f"run {self.run_id} has not ended within {timeout:g} s; it goes on")
+
+    async def status(self) -> RunStatus:
+        """What is now. Raises RunNotFound."""
+        return await self._door.status(self.run_id)
+
+    async def cancel(self, *, reason: str | None = None) -> CancelOutcome:
+        """End the run as cancelled, and say who won."""
+        return await self._door.cancel(self.run_id, reason)
+
+
+def output_of(terminal: Terminal) -> Any:
+    """The output that a terminal fact carries, or the error that it means."""
+    run_id, payload = terminal.run_id, terminal.payload or {}
+    if terminal.status is None:
+        raise RunNotFound(run_id)
+    if terminal.status == "completed":
+        return payload.get("output")
+    if terminal.status == "cancelled":
+        raise RunCancelled(run_id, payload.get("reason"), payload.get("by"))
+    error = payload.get("error") or {}
+    raise RunFailed(
+        run_id,
+        error.get("error_type", "Unknown"),
+        error.get("message", ""),
+        error.get("traceback"),
+        payload.get("failures", 0),
+    )

@@ -1,0 +1,164 @@
+"""Run ids, and the rules for everything a caller passes beside the payload.
+
+Owns the generation of run ids and the checks at the door. It never looks at payloads (``codec`` does) and
+never asks the database.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from runtime.codec import preview
+from sql.errors import InputRefused
+from sql.types import RUN_ID_PATTERN
+
+MAX_DELAY_S = 10 * 366 * 86_400.0
+MAX_KEY_CHARS = 255
+MAX_LABELS = 32
+MAX_LABEL_KEY_CHARS = 64
+MAX_LABEL_VALUE_CHARS = 256
+MIN_PRIORITY, MAX_PRIORITY = -2, 2
+
+_RUN_ID = re.compile(RUN_ID_PATTERN)
+_RANDOM_BITS = 74
+_STEP_BYTES = 4
+
+
+class _Uuid7:
+    """UUIDs of version 7 (RFC 9562, 5.7), strictly rising within the process.
+
+    The 74 bits below the timestamp start at random in each millisecond and are counted up by a random step
+    within it (6.2, method 2). A clock that goes back, or a counter that runs over, continues from the last
+    id, so that ids may be ahead of the clock but never behind each other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+
+    def reset(self) -> None:
+        """Forget the last id. A forked child calls it, so that it does not count on from its parent's."""
+        self._lock = threading.Lock()
+        self._last = 0
+
+    def next(self) -> str:
+        fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS
+        # The top random bit starts as zero: room for the counter.
+        fresh |= int.from_bytes(os.urandom(10), "big") >> (80 - _RANDOM_BITS + 1)
+        with self._lock:
+            if fresh >> _RANDOM_BITS <= self._last >> _RANDOM_BITS:
+                fresh = self._last + 1 + int.from_bytes(os.urandom(_STEP_BYTES), "big")
+            self._last = fresh
+        stamp, low = fresh >> _RANDOM_BITS, fresh & ((1 << _RANDOM_BITS) - 1)
+        rand_a, rand_b = low >> 62, low & ((1 << 62) - 1)
+        text = f"{(stamp << 80) | (7 << 76) | (rand_a << 64) | (2 << 62) | rand_b:032x}"
+        return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+_uuid7 = _Uuid7()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_uuid7.reset)
+
+
+def new_run_id() -> str:
+    """A new run id: a UUIDv7 as text, greater than every earlier one of this process."""
+    return _uuid7.next()
+
+
+def _checked_text(field: str, value: Any, most: int) -> str:
+    if not isinstance(value, str):
+        raise InputRefused(field, f"must be str, not {type(value).__name__}")
+    if not 1 <= len(value) <= most:
+        raise InputRefused(field, f"must have 1 to {most} characters, not {len(value)}")
+    if "\x00" in value:
+        raise InputRefused(field, "must not hold a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputRefused(field, "must not hold a lone surrogate") from None
+    return value
+
+
+def check_run_id(value: Any) -> str:
+    """``value``, or InputRefused naming the rule."""
+    if not isinstance(value, str):
+        raise InputRefused("run_id", f"must be str, not {type(value).__name__}")
+    if not _RUN_ID.fullmatch(value):
+        shown = ascii(value if len(value) <= 150 else value[:150] + "…")
+        raise InputRefused("run_id", f"must be 1 to 128 characters of A-Z a-z 0-9 . _ : -, not {shown}")
+    return value
+
+
+def check_idempotency_key(value: Any) -> str | None:
+    """``value`` (None: no key), or InputRefused: 1 to 255 characters, no NUL."""
+    return None if value is None else _checked_text("idempotency_key", value, MAX_KEY_CHARS)
+
+
+def check_org_id(value: Any) -> str | None:
+    """``value`` (None: no organisation), or InputRefused: 1 to 255 characters, no NUL."""
+    return None if value is None else _checked_text("org_id", value, MAX_KEY_CHARS)
+
+
+def check_labels(value: Any) -> dict[str, str] | None:
+    """A copy of ``value`` (None: no labels), or InputRefused naming the label."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InputRefused("labels", f"must be a dict of str to str, not {type(value).__name__}")
+    if len(value) > MAX_LABELS:
+        raise InputRefused("labels", f"at most {MAX_LABELS} labels, not {len(value)}")
+    checked: dict[str, str] = {}
+    for key, text in value.items():
+        name = _checked_text("labels (a key)", key, MAX_LABEL_KEY_CHARS)
+        checked[name] = _checked_text(f"labels[{name!a}]", text, MAX_LABEL_VALUE_CHARS)
+    return checked
+
+
+def check_priority(value: Any) -> int:
+    """``value``, or InputRefused: a whole number from -2 (last) to 2 (first)."""
+    if not isinstance(value, int) or isinstance(value, bool) or not MIN_PRIORITY <= value <= MAX_PRIORITY:
+        allowed = f"an int from {MIN_PRIORITY} to {MAX_PRIORITY}"
+        raise InputRefused("priority", f"must be {allowed}, not {preview(value)}")
+    return int(value)
+
+
+def check_when(delay: Any, at: Any) -> tuple[float | None, datetime | None]:
+    """``(delay in seconds, at in UTC)``, at most one of them set, or InputRefused naming the argument.
+
+    ``delay`` is finite, not negative and at most ten years; ``at`` is a timezone-aware datetime (one in the
+    past means now).
+    """
+    if delay is not None and at is not None:
+        raise InputRefused("delay", "delay and at exclude each other")
+    if delay is not None:
+        return _checked_delay(delay), None
+    if at is not None:
+        return None, _checked_at(at)
+    return None, None
+
+
+def _checked_delay(delay: Any) -> float:
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)):
+        raise InputRefused("delay", f"must be a number of seconds, not {type(delay).__name__}")
+    # Compare before converting: an int may be too large for a float.
+    if not 0 <= delay <= MAX_DELAY_S or not math.isfinite(delay):
+        raise InputRefused("delay", "must be from 0 to 10 years, in seconds, and finite")
+    return float(delay)
+
+
+def _checked_at(at: Any) -> datetime:
+    if not isinstance(at, datetime):
+        raise InputRefused("at", f"must be a datetime, not {type(at).__name__}")
+    if at.tzinfo is None or at.utcoffset() is None:
+        raise InputRefused("at", "must be timezone-aware, for example datetime.now(UTC)")
+    try:
+        return at.astimezone(UTC)
+    except OverflowError:
+        raise InputRefused("at", "is outside the years 1 to 9999 in UTC") from None

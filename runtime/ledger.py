@@ -1,0 +1,156 @@
+"""The ledger contract: who receives a run's facts, and how it says what became of them.
+
+Owns the protocol, its two answers and the in-memory ledger. It never claims or acknowledges anything: the
+outbox does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
+
+import attrs
+
+from runtime.codec import preview
+from sql.errors import InputRefused, RunlaneError
+from sql.types import Delivery, Fact, Lane
+
+
+class LedgerRetry(RunlaneError):
+    """The ledger could not take a delivery now; it is delivered again after at least ``after`` seconds
+    (None: the lane's own backoff)."""
+
+    def __init__(self, after: float | None = None) -> None:
+        if after is not None and not _is_wait(after):
+            raise InputRefused(
+                "after", f"must be a finite number of seconds, 0 or more, not {preview(after)}"
+            )
+        super().__init__("try again" + ("" if after is None else f" after {after:g} s"))
+        self.after = after
+
+
+class LedgerRejected(RunlaneError):
+    """The ledger will never take this delivery: its lane is blocked, visibly, until an operator acts."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _is_wait(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+AppendOutcome: TypeAlias = LedgerRetry | LedgerRejected | None
+"""What became of one delivery of a batch; None means applied."""
+
+
+class Ledger(Protocol):
+    """Receives deliveries: at least once each, in order per run and lane.
+
+    ``append`` returns when the facts are durable. It raises LedgerRetry or LedgerRejected; any other error
+    counts as a failed delivery and is tried again with backoff. Applying the same delivery again must have
+    no further effect: ``delivery_key`` and each fact's ``seq`` tell.
+    """
+
+    async def append(self, delivery: Delivery) -> None:
+        """Apply one delivery."""
+        ...
+
+
+@runtime_checkable
+class BatchLedger(Protocol):
+    """A ledger that also takes many deliveries of different lanes at once."""
+
+    async def append(self, delivery: Delivery) -> None:
+        """Apply one delivery."""
+        ...
+
+    async def append_many(self, deliveries: Sequence[Delivery]) -> Sequence[AppendOutcome]:
+        """Apply each delivery on its own merits and answer one outcome per delivery, in their order."""
+        ...
+
+
+def takes_batches(ledger: Ledger) -> TypeGuard[BatchLedger]:
+    """Whether the ledger has ``append_many``."""
+    return isinstance(ledger, BatchLedger)
+
+
+@attrs.define(slots=True)
+class _Log:
+    facts: list[Fact] = attrs.field(factory=list)
+    digests: dict[str, str] = attrs.field(factory=dict)
+
+
+class MemoryLedger:
+    """Keeps everything in memory: for tests and for trying things out. Nothing is ever dropped.
+
+    Idempotent by delivery key and seq; a delivery that leaves a gap, is out of order, or differs from what
+    is already here is rejected. ``deliveries`` lists what arrived, repeated or rejected ones included;
+    ``repeated`` counts facts that arrived again.
+    """
+
+    def __init__(self) -> None:
+        self.deliveries: list[Delivery] = []
+        self.repeated = 0
+        self._logs: dict[tuple[str, Lane], _Log] = {}
+
+    async def append(self, delivery: Delivery) -> None:
+        """Apply one delivery. Raises LedgerRejected, changing nothing, when its order or content is wrong."""
+        self._append(delivery)
+
+    async def append_many(self, deliveries: Sequence[Delivery]) -> Sequence[AppendOutcome]:
+        """Apply each delivery; one outcome per delivery."""
+        return [self._outcome(delivery) for delivery in deliveries]
+
+    def facts(self, run_id: str, lane: Lane | None = None) -> tuple[Fact, ...]:
+        """The facts of a run in order: those of one lane, or the lifecycle's followed by the others."""
+        lanes = sorted(Lane) if lane is None else [lane]
+        return tuple(fact for one in lanes for fact in self._log(run_id, one).facts)
+
+    def run_ids(self) -> tuple[str, ...]:
+        """Every run that has facts here, in order of arrival."""
+        return tuple(dict.fromkeys(run_id for run_id, _ in self._logs))
+
+    def _log(self, run_id: str, lane: Lane) -> _Log:
+        return self._logs.get((run_id, lane)) or _Log()
+
+    def _outcome(self, delivery: Delivery) -> AppendOutcome:
+        try:
+            self._append(delivery)
+        except LedgerRejected as rejected:
+            return rejected
+        return None
+
+    def _append(self, delivery: Delivery) -> None:
+        self.deliveries.append(delivery)
+        log = self._log(delivery.run_id, delivery.lane)
+        problem = _problem(delivery, log)
+        if problem is not None:
+            raise LedgerRejected(f"{delivery.delivery_key}: {problem}")
+        known = len(log.facts)
+        new = [fact for fact in delivery.facts if fact.seq > known]
+        self.repeated += len(delivery.facts) - len(new)
+        log.facts.extend(new)
+        log.digests[delivery.delivery_key] = delivery.digest
+        self._logs[delivery.run_id, delivery.lane] = log
+
+
+def _problem(delivery: Delivery, log: _Log) -> str | None:
+    """Why the delivery cannot be applied to the log, or None. ``log.facts[n]`` has seq ``n + 1``."""
+    if not delivery.facts:
+        return "it has no facts"
+    if log.digests.get(delivery.delivery_key, delivery.digest) != delivery.digest:
+        return "the same delivery key came with another digest"
+    first, known = delivery.facts[0].seq, len(log.facts)
+    if first < 1 or first > known + 1:
+        return f"expected seq {known + 1}, got {first}"
+    for expected, fact in enumerate(delivery.facts, first):
+        if (fact.run_id, fact.lane) != (delivery.run_id, delivery.lane):
+            return f"it holds a fact of another run or lane ({fact.run_id}, {fact.lane.label})"
+        if fact.seq != expected:
+            return f"expected seq {expected}, got {fact.seq}"
+        if expected <= known and fact != log.facts[expected - 1]:
+            return f"the fact with seq {expected} differs from the one already here"
+    return None

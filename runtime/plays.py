@@ -1,0 +1,173 @@
+"""Plays: functions registered under a durable name.
+
+Owns the ``@play`` decorator, the rules a play's function and options must keep, and the index of a host's
+plays. It never runs a play and knows nothing of the database.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+
+from runtime.codec import preview
+from sql.errors import InvalidPlay
+
+NAME_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
+
+_NAME = re.compile(NAME_PATTERN)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@attrs.frozen(slots=True, eq=False, kw_only=True)
+class Play:
+    """A function under a durable name. Calling it calls the function, without a runtime.
+
+    ``is_sync``: a plain ``def``, to be run in a thread. ``takes_input``: ``(ctx, data)`` rather than
+    ``(ctx)``. ``retries`` counts failures after the first try; retry *n* waits
+    ``backoff_s * backoff_factor ** (n - 1)`` seconds, at most ``backoff_max_s``. ``timeout_s`` limits the
+    running time of one attempt, parks excluded. ``crash_cap`` overrides the host's cap of expired leases.
+    ``input_type`` and ``output_type`` are set where the annotation is an attrs, dataclass or pydantic class.
+    """
+
+    name: str
+    fn: Callable[..., Any] = attrs.field(repr=False)
+    is_sync: bool
+    takes_input: bool
+    retries: int = 0
+    backoff_s: float = 1.0
+    backoff_factor: float = 2.0
+    backoff_max_s: float = 300.0
+    timeout_s: float | None = None
+    crash_cap: int | None = None
+    input_type: type | None = None
+    output_type: type | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function itself."""
+        return self.fn(*args, **kwargs)
+
+
+def play(
+    name: str,
+    *,
+    retries: int = 0,
+    backoff_s: float = 1.0,
+    backoff_factor: float = 2.0,
+    backoff_max_s: float = 300.0,
+    timeout_s: float | None = None,
+    crash_cap: int | None = None,
+) -> Callable[[Callable[..., Any]], Play]:
+    """Register a function as a play: ``@play("audit", retries=3)``.
+
+    The function is ``async def`` (or ``def``, which runs in a thread) and takes ``(ctx)`` or
+    ``(ctx, data)``. All durations are seconds. Raises InvalidPlay naming the play and what is wrong.
+    """
+    if not isinstance(name, str):
+        raise InvalidPlay(f'write @play("name"): the name must be str, not {type(name).__name__}')
+    if not _NAME.fullmatch(name):
+        shown = ascii(name[:140])
+        raise InvalidPlay(f"play {shown}: the name must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
+    options = {
+        "retries": _whole(name, "retries", retries, 0),
+        "backoff_s": _number(name, "backoff_s", backoff_s, 0.0),
+        "backoff_factor": _number(name, "backoff_factor", backoff_factor, 1.0),
+        "backoff_max_s": _number(name, "backoff_max_s", backoff_max_s, 0.0),
+        "timeout_s": None if timeout_s is None else _number(name, "timeout_s", timeout_s, 0.0),
+        "crash_cap": None if crash_cap is None else _whole(name, "crash_cap", crash_cap, 1),
+    }
+    if timeout_s == 0:
+        raise InvalidPlay(f"play {name!r}: timeout_s must be above 0 (or None for no limit)")
+    if backoff_max_s < backoff_s:
+        raise InvalidPlay(f"play {name!r}: backoff_max_s ({backoff_max_s}) is below backoff_s ({backoff_s})")
+
+    def register(fn: Callable[..., Any]) -> Play:
+        return _build(name, fn, options)
+
+    return register
+
+
+def index_plays(plays: Iterable[object]) -> dict[str, Play]:
+    """The plays by name. Raises InvalidPlay for something that is no play, and for two of one name."""
+    index: dict[str, Play] = {}
+    for one in plays:
+        if not isinstance(one, Play):
+            shown = getattr(one, "__name__", type(one).__name__)
+            raise InvalidPlay(f'{shown} is not a play: decorate the function with @play("name")')
+        if index.setdefault(one.name, one) is not one:
+            raise InvalidPlay(f"play {one.name!r} is registered twice")
+    return index
+
+
+def _whole(name: str, option: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1_000_000:
+        allowed = f"an int from {least} to 1000000"
+        raise InvalidPlay(f"play {name!r}: {option} must be {allowed}, not {preview(value)}")
+    return value
+
+
+def _number(name: str, option: str, value: Any, least: float) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value <= 1e9 or not math.isfinite(value):
+        allowed = f"a number from {least:g} to 1e9"
+        raise InvalidPlay(f"play {name!r}: {option} must be {allowed}, not {preview(value)}")
+    return float(value)
+
+
+def _build(name: str, fn: Callable[..., Any], options: dict[str, Any]) -> Play:
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
+        raise InvalidPlay(f"play {name!r}: expected a function, not {type(fn).__name__}")
+    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+        raise InvalidPlay(f"play {name!r}: a generator cannot be a play; return the result instead")
+    takes_input = _takes_input(name, fn)
+    hints = _type_hints(inner)
+    input_type = None
+    if takes_input:
+        input_type = _record_type(hints.get(list(inspect.signature(fn).parameters)[1]))
+    return Play(
+        name=name,
+        fn=fn,
+        is_sync=not inspect.iscoroutinefunction(inner),
+        takes_input=takes_input,
+        input_type=input_type,
+        output_type=_record_type(hints.get("return")),
+        **options,
+    )
+
+
+def _takes_input(name: str, fn: Callable[..., Any]) -> bool:
+    signature = inspect.signature(fn)
+    parameters = list(signature.parameters.values())
+    if not 1 <= len(parameters) <= 2 or any(parameter.kind not in _POSITIONAL for parameter in parameters):
+        raise InvalidPlay(f"play {name!r}: parameters must be (ctx) or (ctx, data), not {_shown(parameters)}")
+    return len(parameters) == 2
+
+
+def _shown(parameters: list[inspect.Parameter]) -> str:
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(bare))
+
+
+def _type_hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(fn)
+    except (NameError, TypeError, AttributeError):
+        return {}  # names that exist for the type checker only: the input stays plain JSON
+
+
+def _record_type(hint: Any) -> type | None:
+    if not isinstance(hint, type):
+        return None
+    if attrs.has(hint) or dataclasses.is_dataclass(hint) or hasattr(hint, "model_validate"):
+        return hint
+    return None

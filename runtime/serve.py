@@ -1,0 +1,171 @@
+"""``serve``: a process that hosts plays until a signal.
+
+Owns how plays are found by name, what a signal means, and the one line that says the host is ready. It never
+decides how a host stops: the runtime does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import trio
+
+from actors.core.groups import leaves
+from runtime.api import Runtime
+from runtime.config import RuntimeConfig
+from runtime.plays import Play, index_plays
+from sql.errors import ConfigError, RunlaneError
+
+log = logging.getLogger("runlane.serve")
+
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_STDIN = 0
+
+
+# --- finding plays -----------------------------------------------------------------------------------
+
+
+def load_plays(targets: Sequence[str]) -> list[Play]:
+    """The plays that ``module:attr`` targets name, each once.
+
+    ``attr`` is a play, a list or tuple of plays, or a module; without it, all plays of the module are taken. The
+    current directory is importable. Raises ConfigError and InvalidPlay; an error inside the module leaves as it
+    is, with its traceback.
+    """
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    found: list[object] = []
+    for target in targets:
+        found += [one for one in _plays_of(target) if one not in found]
+    return list(index_plays(found).values())
+
+
+def _plays_of(target: str) -> list[Any]:
+    name, colon, attribute = target.partition(":")
+    if not _MODULE.fullmatch(name) or (colon and not attribute):
+        raise ConfigError(f"--plays {target!r}: write it as module or module:attr")
+    value: Any = _module(name, target)
+    for part in attribute.split(".") if attribute else ():
+        if not hasattr(value, part):
+            raise ConfigError(f"--plays {target!r}: {name} has no {attribute!r}")
+        value = getattr(value, part)
+    if isinstance(value, ModuleType):
+        value = [one for one in vars(value).values() if isinstance(one, Play)]
+        if not value:
+            raise ConfigError(f"--plays {target!r}: there is no play in it")
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _module(name: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(f"{missing}."):
+            problem = f"there is no module {missing!r} here or on sys.path"
+        else:
+            problem = f"{name} imports {missing!r}, which is not there"
+        raise ConfigError(f"--plays {target!r}: {problem}") from error
+
+
+# --- hosting -----------------------------------------------------------------------------------------
+
+
+class _Stop:
+    """What the signals ask for. The first one stops a host that is still starting, too."""
+
+    def __init__(self) -> None:
+        self.starting = trio.CancelScope()
+        self.asked = trio.Event()
+        self.runtime: Runtime | None = None
+
+    def ask(self) -> None:
+        """The first call stops the host in good order, every further one skips the grace period."""
+        if self.asked.is_set() and self.runtime is not None:
+            self.runtime.hurry()
+        self.asked.set()
+        if self.runtime is None:
+            self.starting.cancel()
+
+
+async def serve(
+    config: RuntimeConfig,
+    plays: Sequence[Play],
+    announce: Callable[[Runtime], None],
+    *,
+    stop_with_stdin: bool = False,
+) -> None:
+    """Host the plays until SIGTERM or SIGINT (or the end of stdin), and return when everything is handed back.
+
+    ``announce`` is called once, when the host is ready. Raises HostFailed when the host gave up.
+    """
+    stop = _Stop()
+    failure: BaseException | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(_watch_signals, stop)
+            if stop_with_stdin:
+                nursery.start_soon(_watch_stdin, stop)
+            with stop.starting:
+                await _host(config, plays, announce, stop)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        failure = _main_error(group)
+    if failure is not None:
+        raise failure
+
+
+async def _host(
+    config: RuntimeConfig, plays: Sequence[Play], announce: Callable[[Runtime], None], stop: _Stop
+) -> None:
+    async with Runtime.open(config, plays=plays) as runtime:
+        stop.runtime = runtime
+        announce(runtime)
+        await stop.asked.wait()
+        log.info("event=stopping")
+
+
+async def _watch_signals(stop: _Stop, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            log.info("event=signal name=%s", signal.Signals(number).name)
+            stop.ask()
+
+
+async def _watch_stdin(stop: _Stop) -> None:
+    # A duplicate: closing it leaves the process its stdin.
+    async with trio.lowlevel.FdStream(os.dup(_STDIN)) as stream:
+        async for _ in stream:
+            pass
+    log.info("event=stdin_ended")
+    stop.ask()
+
+
+def _main_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The only error in the group, or the first if all are of ours; else the group."""
+    found = leaves(group)
+    return found[0] if len(found) == 1 or all(isinstance(one, RunlaneError) for one in found) else group
+
+
+def ready(runtime: Runtime) -> dict[str, Any]:
+    """What the ready line says. ``health`` is None without a health server."""
+    port, name = runtime.health_port, runtime.config.health_host
+    where = f"[{name}]" if ":" in name else name
+    return {
+        "event": "ready",
+        "host": runtime.host_id,
+        "pid": os.getpid(),
+        "schema": runtime.config.schema,
+        "plays": ",".join(runtime.plays),
+        "health": None if port is None else f"http://{where}:{port}",
+    }

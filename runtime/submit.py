@@ -1,0 +1,114 @@
+"""The door for new runs: what a caller gives becomes a submission, or is refused by name.
+
+Owns every check of a submit before the database sees anything, and what the answers mean. It never writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+import attrs
+
+from runtime import ids
+from runtime.codec import JsonCodec
+from runtime.config import RuntimeConfig
+from runtime.plays import Play
+from sql.admission import Admitted, Submission
+from sql.errors import IdempotencyConflict, InputRefused, UnknownPlay
+
+
+@attrs.frozen(kw_only=True)
+class Submit:
+    """One item of ``submit_many``: the play (or its name), its input, and the options of ``submit``."""
+
+    play: Play | str = attrs.field(kw_only=False)
+    input: Any = attrs.field(default=None, kw_only=False)
+    run_id: str | None = None
+    idempotency_key: str | None = None
+    org_id: str | None = None
+    priority: int = 0
+    delay: float | None = None
+    at: datetime | None = None
+    labels: Mapping[str, str] | None = None
+
+
+BucketsOf = Callable[[str], Awaitable[Mapping[int, int] | None]]
+"""The buckets of a play by priority; None for a play that no host has registered."""
+
+
+class Submissions:
+    """Checks submits of one runtime. ``plays`` are its own; others are looked up with ``buckets_of``."""
+
+    def __init__(
+        self, config: RuntimeConfig, codec: JsonCodec, plays: Mapping[str, Play], buckets_of: BucketsOf
+    ) -> None:
+        self._config = config
+        self._codec = codec
+        self._plays = plays
+        self._buckets_of = buckets_of
+        self._buckets: dict[str, Mapping[int, int]] = {}
+
+    async def prepare(self, item: Submit) -> Submission:
+        """The submission of an item. Raises InputRefused (PayloadRefused, UnknownPlay) naming the field."""
+        name = self._name(item.play)
+        buckets = self._buckets.get(name)
+        if buckets is None:
+            buckets = await self._look_up(name)
+        text = self._codec.encode(
+            item.input,
+            what="input",
+            limit_bytes=self._config.max_payload_bytes,
+            max_depth=self._config.max_depth,
+        )
+        priority = ids.check_priority(item.priority)
+        delay_s, at = ids.check_when(item.delay, item.at)
+        labels = ids.check_labels(item.labels)
+        return Submission(
+            run_id=ids.new_run_id() if item.run_id is None else ids.check_run_id(item.run_id),
+            named=item.run_id is not None,
+            play=name,
+            bucket=buckets[priority],
+            priority=priority,
+            input=text,
+            org_id=ids.check_org_id(item.org_id),
+            idempotency_key=ids.check_idempotency_key(item.idempotency_key),
+            delay_s=delay_s or None,
+            at=at,
+            labels=None
+            if not labels
+            else self._codec.encode(labels, what="labels", limit_bytes=65_536, max_depth=2),
+        )
+
+    def _name(self, play: Any) -> str:
+        if isinstance(play, Play):
+            return play.name
+        if isinstance(play, str):
+            return play
+        raise InputRefused("play", f"must be a play or its name, not {type(play).__name__}")
+
+    async def _look_up(self, name: str) -> Mapping[int, int]:
+        buckets = await self._buckets_of(name)
+        if buckets is None:
+            known = ", ".join(sorted(self._plays)) or "none"
+            raise UnknownPlay(
+                "play", f"no host has ever registered a play named {name[:140]!r} (hosted here: {known})"
+            )
+        self._buckets[name] = buckets
+        return buckets
+
+
+def check_admitted(item: Submission, answer: Admitted) -> None:
+    """Raise IdempotencyConflict unless the run was created or exists with the same play and input."""
+    if answer.outcome in ("created", "existing"):
+        return
+    if answer.outcome == "two_runs":
+        message = (
+            f"run id {item.run_id!r} and idempotency key {item.idempotency_key!r} do not name the same run: "
+            f"run {answer.run_id!r} has one of them"
+        )
+    else:
+        taken = f"run id {item.run_id!r}" if item.idempotency_key is None else f"key {item.idempotency_key!r}"
+        message = f"{taken} is taken by run {answer.run_id!r} with another play or input"
+    raise IdempotencyConflict(message, answer.run_id)

@@ -1,0 +1,145 @@
+"""What a host shows of itself: liveness, readiness and metrics.
+
+Owns the figures of one host, gathered from its actors. It asks the database only for the backlog, and only when
+somebody reads metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from actors.attempts import Attempts
+from actors.core import Supervisor
+from actors.listener import Listener
+from actors.watchdog import Watchdog
+from runtime.metrics import Metrics
+from sql.claim import Claimed
+from sql.errors import RunlaneError
+from sql.settle import Settled, Settlement
+from sql.status import Backlog
+from sql.types import TERMINAL_STATUSES
+
+# Counted again only when somebody looks and the figures are older than this.
+_BACKLOG_AGE_S = 15.0
+
+
+@attrs.define(eq=False)
+class View:
+    """The host as ``runtime.health`` serves it, and where actors report what they did."""
+
+    host: Mapping[str, Any]
+    metrics_: Metrics
+    reports: Reports
+    attempts: Attempts
+    supervisor: Supervisor
+    listener: Listener
+    watchdog: Watchdog
+    count: Callable[[], Awaitable[Backlog]]
+    schema_ready: bool = True
+    oldest_snapshot_s: float | None = None
+    _counted_at: float | None = None
+    _restarts: dict[str, int] = attrs.field(factory=dict)
+
+    # --- as the health server asks -------------------------------------------------------------------
+
+    def alive(self) -> bool:
+        """False once an actor has given up: only a restart helps."""
+        return all(health.state != "failed" for health in self.supervisor.health.values())
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether this host takes work, and why not."""
+        actors = {name: health.as_dict() for name, health in self.supervisor.health.items()}
+        draining = self.supervisor.stopping.is_set()
+        errors = [health for health in self.supervisor.health.values() if health.state == "outage"]
+        seen = self.listener.reachable_at
+        return {
+            "ready": self.supervisor.ready and self.schema_ready,
+            "draining": draining,
+            "database": {
+                "reachable": not errors and seen is not None,
+                "answered_s_ago": None if seen is None else round(time.monotonic() - seen, 3),
+                "last_error": errors[0].last_error if errors else None,
+                "oldest_snapshot_s": self.oldest_snapshot_s,
+            },
+            "schema": {"name": self.host["schema"], "ready": self.schema_ready},
+            "actors": actors,
+            "slots": {"used": self.attempts.used, "free": max(0, self.attempts.free)},
+            "longest_stall_s": round(self.watchdog.longest_stall_s, 3),
+            "host": dict(self.host),
+        }
+
+    async def metrics(self) -> bytes:
+        """Prometheus' text."""
+        await self._count()
+        self.reports.flush()
+        self.metrics_.set_slots(used=self.attempts.used, free=max(0, self.attempts.free))
+        for name, health in self.supervisor.health.items():
+            for _ in range(health.restarts - self._restarts.get(name, 0)):
+                self.metrics_.actor_restarted(name)
+            self._restarts[name] = health.restarts
+        return self.metrics_.render()
+
+    async def _count(self) -> None:
+        now = time.monotonic()
+        if self._counted_at is not None and now - self._counted_at < _BACKLOG_AGE_S:
+            return
+        try:
+            backlog = await self.count()
+        except RunlaneError:
+            return  # the database is away: the figures stay, and their age says so
+        self._counted_at = now
+        self.oldest_snapshot_s = backlog.oldest_snapshot_s
+        self.metrics_.set_backlog(
+            runs={"queued": backlog.queued, "waiting": backlog.waiting, "running": backlog.running},
+            lanes={"lifecycle": backlog.lifecycle, "observability": backlog.observability},
+            blocked=backlog.blocked,
+        )
+
+
+class Reports:
+    """Where actors report what happened, run by run; kept as plain counts until somebody reads metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._claimed: Counter[str] = Counter()
+        self._ended: Counter[tuple[str, str]] = Counter()
+        self._released = 0
+
+    def claimed(self, claims: Sequence[Claimed]) -> None:
+        """Claims arrived."""
+        self._claimed.update([claimed.play for claimed in claims])
+        self._metrics.observe_claim([claimed.lag_s for claimed in claims])
+
+    def settled(self, item: Settlement, answer: Settled) -> None:
+        """An attempt ended."""
+        if answer.answer != "done":
+            return
+        if item.outcome in TERMINAL_STATUSES:
+            self._ended[item.play, item.outcome] += 1
+        elif item.outcome == "released":
+            self._released += 1
+
+    def delivered(self, types: Sequence[str], lags_s: Sequence[float]) -> None:
+        """Facts were acknowledged."""
+        by_type: dict[str, list[float]] = defaultdict(list)
+        for type_, lag_s in zip(types, lags_s, strict=True):
+            by_type[type_].append(lag_s)
+        for type_, lags in by_type.items():
+            self._metrics.observe_delivery(type_, lags)
+        self._metrics.delivered("acknowledged", len(types))
+
+    def flush(self) -> None:
+        """Bring the metrics up to date."""
+        for play, count in self._claimed.items():
+            self._metrics.claimed(play, count)
+        for (play, status), count in self._ended.items():
+            self._metrics.ended(play, status, count)
+        self._metrics.leases_released(self._released)
+        self._claimed.clear()
+        self._ended.clear()
+        self._released = 0

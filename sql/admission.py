@@ -1,0 +1,116 @@
+"""Door of the concern admission: runs come in, in sets.
+
+Owns the typed call of ``admit_runs`` and of what a host asks before it admits. It never checks a payload: that
+happened at the host's own door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+import attrs
+
+from sql.calls import call, new_token
+from sql.connection import Session
+
+
+@attrs.define(slots=True)
+class Submission:
+    """One run to admit. ``input`` and ``labels`` are JSON text.
+
+    ``named``: the caller chose ``run_id``. ``request`` recognises the run when the call is made again after a
+    lost answer, and is the lease token if ``claim`` (admit as already claimed by this host).
+    """
+
+    run_id: str
+    named: bool
+    play: str
+    bucket: int
+    priority: int
+    input: str
+    org_id: str | None = None
+    idempotency_key: str | None = None
+    delay_s: float | None = None
+    at: datetime | None = None
+    labels: str | None = None
+    claim: bool = False
+    request: int = attrs.field(factory=new_token)
+
+
+@attrs.define(slots=True)
+class Admitted:
+    """What became of one submission.
+
+    ``outcome``: ``created``, ``existing`` (same play and input), ``conflict`` (taken by another play or input),
+    ``two_runs`` (run id and idempotency key name different runs), ``busy`` (the key is in an open transaction).
+    """
+
+    outcome: str
+    run_id: str
+    created: bool
+    claimed: bool
+
+
+async def admit(
+    session: Session,
+    items: Sequence[Submission],
+    *,
+    owner: int,
+    lease_s: float,
+    release_id: str | None,
+    environment: str | None,
+) -> list[Admitted]:
+    """Admit ``items``; one answer each, in order. Safe to repeat with the same items.
+
+    Raises ``KernelRefused`` when one item cannot be stored; the caller splits the batch.
+    """
+    rows = await session.fetch(
+        call(session.options.schema, "admit_runs", 18),
+        [item.run_id for item in items],
+        [item.named for item in items],
+        [item.play for item in items],
+        [item.bucket for item in items],
+        [item.priority for item in items],
+        [item.org_id for item in items],
+        [item.idempotency_key for item in items],
+        [item.delay_s for item in items],
+        [item.at for item in items],
+        [item.labels for item in items],
+        [item.input for item in items],
+        [item.request for item in items],
+        [item.claim for item in items],
+        owner,
+        lease_s,
+        release_id,
+        environment,
+        False,
+    )
+    answers = sorted(rows, key=lambda row: row["ord"])
+    return [Admitted(row["outcome"], row["run_id"], row["created"], row["claimed"]) for row in answers]
+
+
+async def play_buckets(
+    session: Session, plays: Sequence[str], *, release_id: str | None, environment: str | None
+) -> tuple[dict[tuple[str, int], int], frozenset[str]]:
+    """Buckets by (play, priority), and which of the plays some host has registered. Reads only."""
+    rows = await session.fetch(
+        call(session.options.schema, "play_buckets", 3), list(plays), release_id, environment
+    )
+    buckets = {(row["play"], row["priority"]): row["bucket"] for row in rows}
+    return buckets, frozenset(row["play"] for row in rows if row["registered"])
+
+
+async def register_host(
+    session: Session, *, host: int, name: str, pid: int, version: str, crash_caps: dict[str, int]
+) -> None:
+    """Make a host and its plays (with the crash cap of each) known. Safe to repeat."""
+    await session.execute(
+        call(session.options.schema, "register_host", 6),
+        host,
+        name,
+        pid,
+        version,
+        list(crash_caps),
+        list(crash_caps.values()),
+    )

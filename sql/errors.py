@@ -1,0 +1,194 @@
+"""Every error that runlane raises, from the database border up.
+
+Owns the names; the public ones are re-exported by ``runtime``. It never formats a driver's error itself:
+``sql.connection`` translates those at the border.
+
+The families tell a caller what to do. ``LinkError``: the link or the server is away, ask again on a new
+connection. ``ItemFault``: one item of a batch caused it, the rest of the batch is fine. Everything else is
+final for the call.
+"""
+
+from __future__ import annotations
+
+
+class RunlaneError(Exception):
+    """Base of every error that runlane raises."""
+
+
+# --- configuration and input -------------------------------------------------------------------------
+
+
+class ConfigError(RunlaneError):
+    """A setting is missing, unknown or out of range; the message names it and what is allowed."""
+
+
+class InvalidPlay(RunlaneError):
+    """A function cannot be registered as a play; the message names the play and the reason."""
+
+
+class InputRefused(RunlaneError):
+    """A call was refused at the door. ``field`` names the argument, ``reason`` says what is allowed."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class PayloadRefused(InputRefused):
+    """A payload cannot be stored as JSON: too large, too deep, NaN, NUL, or not JSON at all."""
+
+
+class UnknownPlay(InputRefused):
+    """No host of this schema has ever registered a play of that name."""
+
+
+class RunNotFound(RunlaneError):
+    """There is no run with this id in this schema."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"run {run_id!r} does not exist")
+        self.run_id = run_id
+
+
+class IdempotencyConflict(RunlaneError):
+    """The run id or idempotency key is taken by a run with another play or input; ``run_id`` names that run."""
+
+    def __init__(self, message: str, run_id: str) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+
+
+# --- outcomes ----------------------------------------------------------------------------------------
+
+
+class RunFailed(RunlaneError):
+    """The run ended as failed. ``error_type``, ``message`` and ``traceback_text`` are the last attempt's."""
+
+    def __init__(
+        self,
+        run_id: str,
+        error_type: str,
+        message: str,
+        traceback_text: str | None = None,
+        failures: int = 0,
+        cause: str | None = None,
+    ) -> None:
+        super().__init__(f"run {run_id} failed: {error_type}: {message}")
+        self.run_id = run_id
+        self.error_type = error_type
+        self.message = message
+        self.traceback_text = traceback_text
+        self.failures = failures
+        self.cause = cause
+
+
+class RunCancelled(RunlaneError):
+    """The run ended as cancelled, or (inside a play) is about to: nothing more can be written for it."""
+
+    def __init__(self, run_id: str, reason: str | None = None, by: str | None = None) -> None:
+        super().__init__(f"run {run_id} was cancelled" + (f": {reason}" if reason else ""))
+        self.run_id = run_id
+        self.reason = reason
+        self.by = by
+
+
+class OutcomeUnknown(RunlaneError):
+    """A deadline passed before the database answered: the operation may or may not have happened.
+
+    Asking again with the same run id, idempotency key or request id is always safe.
+    """
+
+
+class ResultTimeout(RunlaneError):
+    """``handle.result(timeout=…)`` ended before the run did; the run goes on."""
+
+
+# --- the host ----------------------------------------------------------------------------------------
+
+
+class HostStopping(RunlaneError):
+    """The runtime is shutting down and takes no new work."""
+
+
+class HostFailed(RunlaneError):
+    """The runtime gave up; the message names the actor and its last error."""
+
+
+class MailboxFull(RunlaneError):
+    """An actor's mailbox is at its capacity."""
+
+
+# --- the database ------------------------------------------------------------------------------------
+
+
+class DatabaseError(RunlaneError):
+    """Base of everything the database or the link to it can answer.
+
+    When it did answer, ``sqlstate`` is its code and ``detail`` the detail that it added, if any.
+    """
+
+    def __init__(self, message: str, sqlstate: str | None = None, detail: str | None = None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+        self.detail = detail
+
+
+class InvalidDsn(DatabaseError, ConfigError):
+    """The DSN cannot be parsed, or names a database, role or password that the server does not accept."""
+
+
+class MissingRights(DatabaseError):
+    """The role may not do this (for example create the schema); the message says what to grant."""
+
+
+class HostTooOld(DatabaseError):
+    """The database records a minimum host version above this one."""
+
+
+class SchemaNotReady(DatabaseError):
+    """Tables, indexes or functions are missing; the message lists them. ``runlane migrate`` builds them."""
+
+
+class WrongIsolation(DatabaseError):
+    """The session's isolation level is not READ COMMITTED, which the transitions need."""
+
+
+class LinkError(DatabaseError):
+    """The link or the server is away: the answer, if any, was lost. Ask again on a new connection."""
+
+
+class LinkLost(LinkError):
+    """The connection broke or was terminated while it was in use."""
+
+
+class DatabaseUnreachable(LinkError):
+    """No connection could be made; the message names host and port."""
+
+
+class ServerReadOnly(LinkError):
+    """The server accepts no writes (a standby, or in recovery): the connection is discarded."""
+
+
+class StatementTooSlow(LinkError):
+    """A statement exceeded its deadline; its connection is discarded, its effect is unknown."""
+
+
+class ItemFault(DatabaseError):
+    """One item of a batch caused this: without it the rest of the batch goes through."""
+
+
+class LockTimedOut(ItemFault):
+    """A row was locked by somebody else for longer than the statement may wait."""
+
+
+class Deadlock(ItemFault):
+    """The server broke a deadlock by ending this statement."""
+
+
+class SerializationLost(ItemFault):
+    """A concurrent transaction won (SQLSTATE 40001)."""
+
+
+class KernelRefused(ItemFault):
+    """The kernel or a constraint refused the statement; ``sqlstate`` and the message say why."""

@@ -1,0 +1,159 @@
+-- control: cancelling runs.
+--
+-- Lock order: run rows, SKIP LOCKED, then the request's row.
+-- Fence: not finished, repeated in the write. The terminal keeps the request's id, so that a request asked
+-- again after a lost answer hears that it won.
+
+-- Ends runs as cancelled, whatever open status they are in. An attempt that is running loses its fence at once.
+--
+--   p_mark   leave a request behind for a run whose row is locked, to be swept as soon as it is free
+--
+-- answer: cancelled (this request won, now or before) | completed | failed | cancelled_before (another request
+-- won) | pending (the request is recorded) | busy (locked and p_mark is false) | missing.
+-- owner: the host whose live attempt lost its fence, for a hint.
+CREATE OR REPLACE FUNCTION @schema@.cancel_runs(
+    p_run_ids text[], p_requests text[], p_reasons text[], p_by text[], p_mark boolean
+) RETURNS TABLE (ord integer, answer text, owner bigint)
+LANGUAGE plpgsql
+@lookup@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now  timestamptz;
+    v_done text[];
+    v_own  bigint[];
+BEGIN
+    PERFORM require_read_committed();
+    v_now := clock();
+
+    WITH free AS (
+        SELECT r.run_id, r.status AS was, r.wait_kind, i.request, i.reason, i.by
+          FROM (SELECT DISTINCT ON (i.run_id) i.*
+                  FROM unnest(p_run_ids, p_requests, p_reasons, p_by) WITH ORDINALITY AS i (run_id, request, reason, by, ord)
+                 ORDER BY i.run_id, i.ord) i
+          JOIN runs r ON r.run_id = i.run_id
+         WHERE r.finished_at IS NULL
+           FOR NO KEY UPDATE OF r SKIP LOCKED
+    ), ended AS (
+        UPDATE runs r
+           SET status = 'cancelled', due_at = 'infinity', finished_at = v_now, lease_expires_at = NULL,
+               wait_kind = NULL, wait_key = NULL, wait_until = NULL,
+               terminal_seq = r.last_seq + 1, last_seq = r.last_seq + 1,
+               lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
+          FROM free i
+         WHERE r.run_id = i.run_id AND r.finished_at IS NULL
+        RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, i.was, i.request,
+                  i.reason, i.by
+    ), tried AS (
+        INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
+        SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, 'cancelled'
+          FROM ended WHERE was = 'running'
+    ), told AS (
+        INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
+        SELECT run_id, 0, last_seq, 'run.cancelled', v_now,
+               jsonb_build_object('request_id', request, 'reason', reason, 'by', by)
+          FROM ended
+    ), unmarked AS (
+        DELETE FROM cancellations c USING ended WHERE c.run_id = ended.run_id
+    )
+    SELECT array_agg(run_id), array_agg(CASE WHEN was = 'running' THEN lease_owner END) INTO v_done, v_own FROM ended;
+
+    IF p_mark THEN
+        INSERT INTO cancellations (requested_at, run_id, request_id, reason, requested_by)
+        SELECT v_now, i.run_id, i.request, i.reason, i.by
+          FROM unnest(p_run_ids, p_requests, p_reasons, p_by) AS i (run_id, request, reason, by)
+          JOIN runs r ON r.run_id = i.run_id AND r.finished_at IS NULL
+        ON CONFLICT DO NOTHING;
+    END IF;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN r.run_id IS NULL THEN 'missing'
+                WHEN r.status IN ('completed', 'failed') THEN r.status
+                WHEN r.status = 'cancelled' AND f.payload ->> 'request_id' = i.request THEN 'cancelled'
+                WHEN r.status = 'cancelled' THEN 'cancelled_before'
+                WHEN p_mark THEN 'pending'
+                ELSE 'busy' END,
+           d.owner
+      FROM unnest(p_run_ids, p_requests) WITH ORDINALITY AS i (run_id, request, ord)
+      LEFT JOIN runs r ON r.run_id = i.run_id
+      LEFT JOIN unnest(v_done, v_own) AS d (run_id, owner) ON d.run_id = i.run_id
+      LEFT JOIN facts f ON f.run_id = r.run_id AND f.lane = 0 AND f.seq = r.terminal_seq;
+END
+$$;
+
+-- Carries out recorded requests whose run is free now, the oldest of each run, and forgets those whose run has
+-- ended or is gone. Locked runs do not count against p_limit, so they hide nobody behind them.
+-- Answers how many were carried out and how many requests are left, counted up to p_limit.
+CREATE OR REPLACE FUNCTION @schema@.sweep_cancellations(p_limit integer)
+RETURNS TABLE (cancelled integer, remaining integer)
+LANGUAGE plpgsql
+@lookup@
+AS $$
+DECLARE
+    v_ids       text[];
+    v_requests  text[];
+    v_reasons   text[];
+    v_by        text[];
+    v_cancelled integer := 0;
+BEGIN
+    PERFORM require_read_committed();
+
+    DELETE FROM cancellations c
+     WHERE NOT EXISTS (SELECT 1 FROM runs r
+                        WHERE r.run_id = c.run_id AND r.finished_at IS NULL);
+
+    SELECT array_agg(t.run_id), array_agg(t.request_id), array_agg(t.reason), array_agg(t.requested_by)
+      INTO v_ids, v_requests, v_reasons, v_by
+      FROM (SELECT first.*
+              FROM (SELECT DISTINCT ON (c.run_id) c.* FROM cancellations c
+                     ORDER BY c.run_id, c.requested_at, c.request_id) first
+              JOIN runs r ON r.run_id = first.run_id
+             WHERE r.finished_at IS NULL
+             LIMIT p_limit
+               FOR NO KEY UPDATE OF r SKIP LOCKED) t;
+
+    IF v_ids IS NOT NULL THEN
+        SELECT count(*) INTO v_cancelled
+          FROM cancel_runs(v_ids, v_requests, v_reasons, v_by, false) a
+         WHERE a.answer = 'cancelled';
+    END IF;
+    RETURN QUERY
+    SELECT v_cancelled, count(*)::integer FROM (SELECT 1 FROM cancellations LIMIT p_limit) t;
+END
+$$;
+
+-- The public SQL door:
+--
+--   SELECT runlane.cancel_run('01939c…', '{"reason": "duplicate"}');
+--
+-- It only inserts a request, and so locks nothing of the run, however long the caller's transaction stays
+-- open; hosts carry the request out once it is committed. Options: reason, by, request_id, notify.
+-- Answers pending, the terminal status if the run has ended, or missing.
+CREATE OR REPLACE FUNCTION @schema@.cancel_run(p_run_id text, p_options jsonb DEFAULT '{}') RETURNS text
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+DECLARE
+    v_status text;
+BEGIN
+    PERFORM check_options(p_options, '{reason, by, request_id, notify}');
+
+    SELECT status INTO v_status FROM runs WHERE run_id = p_run_id;
+    IF NOT FOUND THEN
+        RETURN 'missing';
+    ELSIF v_status IN ('completed', 'failed', 'cancelled') THEN
+        RETURN v_status;
+    END IF;
+
+    INSERT INTO cancellations (requested_at, run_id, request_id, reason, requested_by)
+    VALUES (clock(), p_run_id, coalesce(text_option(p_options, 'request_id', 255), gen_random_uuid()::text),
+            text_option(p_options, 'reason', 10000), text_option(p_options, 'by', 255))
+    ON CONFLICT DO NOTHING;
+
+    IF coalesce((p_options ->> 'notify')::boolean, true) THEN
+        PERFORM pg_notify(channel('control'), '');
+    END IF;
+    RETURN 'pending';
+END
+$$;

@@ -1,0 +1,314 @@
+-- lanes: the outbox. A lane is a cursor with a lease over one run's log.
+--
+-- This text is loaded twice: once for the lifecycle lane, whose columns are on runs, once for the observability
+-- lane, whose rows are in lanes. @lane@, @table@ and @number@ stand for what differs.
+--
+-- Lock order: lane rows, SKIP LOCKED. A due time is an accelerator: a lane is taken only if it is pending, not
+-- blocked and under no live lease, judged on the locked row. Fence of everything after the claim: lane_token.
+
+-- Locks due lanes of these receivers, the most urgent rank first, and answers their run ids. On an oldest-first
+-- turn ranks are visited by their longest waiter, so that no stream of urgent facts starves the rest.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_pick(
+    p_receivers text[], p_limit integer, p_oldest boolean, p_now timestamptz
+) RETURNS text[]
+LANGUAGE plpgsql
+@seek@
+AS $$
+DECLARE
+    v_ids  text[] := '{}';
+    v_more text[];
+    v_head record;
+BEGIN
+    FOR v_head IN
+        SELECT e.receiver, k.rank
+          FROM unnest(p_receivers) AS e (receiver)
+         CROSS JOIN (VALUES (0::smallint), (1::smallint), (2::smallint), (3::smallint)) AS k (rank)
+         CROSS JOIN LATERAL (
+                SELECT l.lane_due_at FROM @table@ l
+                 WHERE l.receiver = e.receiver AND l.lane_rank = k.rank AND l.lane_pending AND l.lane_due_at <= p_now
+                 ORDER BY l.lane_due_at LIMIT 1) h
+         ORDER BY CASE WHEN p_oldest THEN 0 ELSE k.rank END, h.lane_due_at
+    LOOP
+        EXIT WHEN cardinality(v_ids) >= p_limit;
+        SELECT array_agg(t.run_id) INTO v_more
+          FROM (SELECT l.run_id FROM @table@ l
+                 WHERE l.receiver = v_head.receiver AND l.lane_rank = v_head.rank AND l.lane_pending
+                   AND l.lane_due_at <= p_now
+                   AND l.lane_error IS NULL AND (l.lane_expires_at IS NULL OR l.lane_expires_at <= p_now)
+                 ORDER BY l.lane_due_at
+                 LIMIT p_limit - cardinality(v_ids)
+                   FOR NO KEY UPDATE SKIP LOCKED) t;
+        v_ids := v_ids || coalesce(v_more, '{}');
+    END LOOP;
+    RETURN v_ids;
+END
+$$;
+
+-- The earliest due time of these receivers' lanes. One seek per receiver and rank.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_next_due(p_receivers text[]) RETURNS timestamptz
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT min(h.lane_due_at)
+      FROM unnest(p_receivers) AS e (receiver)
+     CROSS JOIN (VALUES (0::smallint), (1::smallint), (2::smallint), (3::smallint)) AS k (rank)
+     CROSS JOIN LATERAL (
+            SELECT l.lane_due_at FROM @table@ l
+             WHERE l.receiver = e.receiver AND l.lane_rank = k.rank AND l.lane_pending
+             ORDER BY l.lane_due_at LIMIT 1) h
+$$;
+
+-- Claims lanes for one delivery turn and answers each one's prefix, facts in order. A prefix, once out, is
+-- frozen: it comes back with the same members. `attempt` counts deliveries of the prefix.
+-- Always ends with one row with run_id NULL that carries next_due_s, as claim_runs does.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_claim(
+    p_receivers text[], p_token bigint, p_limit integer, p_prefix integer, p_lease_s double precision,
+    p_oldest boolean
+) RETURNS TABLE (
+    run_id text, receiver text, attempt integer, seqs integer[], types text[], payloads jsonb[],
+    created_ats timestamptz[], next_due_s double precision
+)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now CONSTANT timestamptz := clock();
+    v_ids text[];
+BEGIN
+    PERFORM require_read_committed();
+    v_ids := @lane@_pick(p_receivers, p_limit, p_oldest, v_now);
+
+    RETURN QUERY
+    WITH claimed AS (
+        UPDATE @table@ l
+           SET lane_token = p_token, lane_expires_at = v_now + make_interval(secs => p_lease_s),
+               lane_due_at = v_now + make_interval(secs => p_lease_s),
+               lane_attempts = l.lane_attempts + 1,
+               frozen_seq = coalesce(l.frozen_seq, least(l.last_seq, l.acked_seq + p_prefix))
+         WHERE l.run_id = ANY (v_ids)
+        RETURNING l.run_id, l.receiver, l.lane_attempts, l.acked_seq, l.frozen_seq
+    )
+    SELECT c.run_id, c.receiver, c.lane_attempts, p.seqs, p.types, p.payloads, p.created_ats, NULL::double precision
+      FROM claimed c
+     CROSS JOIN LATERAL prefix_of(c.run_id, @number@::smallint, c.acked_seq, c.frozen_seq) p;
+
+    RETURN QUERY
+    SELECT NULL::text, NULL::text, NULL::integer, NULL::integer[], NULL::text[], NULL::jsonb[], NULL::timestamptz[],
+           seconds_until(CASE WHEN cardinality(v_ids) >= p_limit THEN v_now
+                              ELSE @lane@_next_due(p_receivers) END, v_now);
+END
+$$;
+
+-- Acknowledges prefixes and, where p_prefix is above zero, claims each lane's next one under the same token.
+--
+-- The cursor only moves forward. A call that is asked again after a lost answer answers again, with the same
+-- successor. answer: acked | busy (the row is locked: ask again) | lost (another turn holds the lane).
+-- lag_types and lags_s report each fact acknowledged now: seconds from its creation to this moment, never negative.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_acknowledge(
+    p_run_ids text[], p_tokens bigint[], p_through integer[], p_prefix integer, p_lease_s double precision
+) RETURNS TABLE (
+    ord integer, answer text, attempt integer, seqs integer[], types text[], payloads jsonb[],
+    created_ats timestamptz[], lag_types text[], lags_s double precision[]
+)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now  timestamptz;
+    v_was  integer[];
+    v_done text[];
+BEGIN
+    PERFORM require_read_committed();
+    v_now := clock();
+
+    WITH free AS (
+        SELECT i.run_id, i.token, i.through, l.acked_seq AS was
+          FROM unnest(p_run_ids, p_tokens, p_through) AS i (run_id, token, through)
+          JOIN @table@ l ON l.run_id = i.run_id
+         WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+           AND l.acked_seq < i.through AND l.frozen_seq = i.through
+           FOR NO KEY UPDATE OF l SKIP LOCKED
+    ), acked AS (
+        UPDATE @table@ l
+           SET acked_seq = i.through,
+               frozen_seq = CASE WHEN p_prefix > 0 AND l.last_seq > i.through
+                                 THEN least(l.last_seq, i.through + p_prefix) END,
+               lane_attempts = CASE WHEN p_prefix > 0 AND l.last_seq > i.through THEN 1 ELSE 0 END,
+               lane_expires_at = CASE WHEN p_prefix > 0 AND l.last_seq > i.through
+                                      THEN v_now + make_interval(secs => p_lease_s) END,
+               lane_due_at = CASE WHEN p_prefix > 0 AND l.last_seq > i.through
+                                  THEN v_now + make_interval(secs => p_lease_s) ELSE v_now END
+          FROM free i
+         WHERE l.run_id = i.run_id AND l.lane_token = i.token AND l.acked_seq < i.through AND l.frozen_seq = i.through
+        RETURNING l.run_id, i.was
+    )
+    SELECT array_agg(run_id), array_agg(was) INTO v_done, v_was FROM acked;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN l.acked_seq >= i.through THEN 'acked'
+                WHEN l.lane_token = i.token AND l.lane_expires_at IS NOT NULL AND l.frozen_seq = i.through THEN 'busy'
+                ELSE 'lost' END,
+           p.attempt, p.seqs, p.types, p.payloads, p.created_ats, g.types, g.lags
+      FROM unnest(p_run_ids, p_tokens, p_through) WITH ORDINALITY AS i (run_id, token, through, ord)
+      LEFT JOIN @table@ l ON l.run_id = i.run_id
+      LEFT JOIN LATERAL (
+            SELECT l.lane_attempts AS attempt, q.seqs, q.types, q.payloads, q.created_ats
+              FROM prefix_of(l.run_id, @number@::smallint, l.acked_seq, l.frozen_seq) q
+             WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL AND l.acked_seq >= i.through
+               AND l.frozen_seq IS NOT NULL) p ON true
+      LEFT JOIN unnest(v_done, v_was) AS d (run_id, was) ON d.run_id = i.run_id
+      LEFT JOIN LATERAL (
+            SELECT array_agg(f.type ORDER BY f.seq) AS types,
+                   array_agg(greatest(extract(epoch FROM v_now - f.created_at), 0)::double precision ORDER BY f.seq) AS lags
+              FROM facts f
+             WHERE f.run_id = d.run_id AND f.lane = @number@ AND f.seq > d.was AND f.seq <= i.through) g ON true;
+END
+$$;
+
+-- Hands lanes back at the end of a turn that did not end in an acknowledgement.
+--
+--   p_delays_s  0 gives it back at once (nothing is charged); above zero schedules the next try
+--   p_reasons   not NULL blocks the lane until an operator decides
+--   p_unsent    the prefix was never sent: the attempt is not counted and, if this turn froze it, it thaws
+--
+-- answer: done (also when the turn is over already: asked again after a lost answer) | busy | lost.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_hand_back(
+    p_run_ids text[], p_tokens bigint[], p_delays_s double precision[], p_reasons text[], p_unsent boolean[]
+) RETURNS TABLE (ord integer, answer text)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now  timestamptz;
+    v_done integer;
+BEGIN
+    PERFORM require_read_committed();
+    v_now := clock();
+
+    WITH free AS (
+        SELECT i.*
+          FROM unnest(p_run_ids, p_tokens, p_delays_s, p_reasons, p_unsent) AS i (run_id, token, delay_s, reason, unsent)
+          JOIN @table@ l ON l.run_id = i.run_id
+         WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+           FOR NO KEY UPDATE OF l SKIP LOCKED
+    ), done AS (
+        UPDATE @table@ l
+           SET lane_expires_at = NULL,
+               lane_error = i.reason,
+               lane_due_at = CASE WHEN i.reason IS NOT NULL THEN 'infinity'
+                                  ELSE v_now + make_interval(secs => i.delay_s) END,
+               lane_attempts = l.lane_attempts - i.unsent::integer,
+               frozen_seq = CASE WHEN i.unsent AND l.lane_attempts = 1 THEN NULL ELSE l.frozen_seq END
+          FROM free i
+         WHERE l.run_id = i.run_id AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+        RETURNING l.run_id
+    )
+    SELECT count(*) INTO v_done FROM done;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN l.run_id IS NULL THEN 'lost' WHEN l.lane_expires_at IS NULL THEN 'done' ELSE 'busy' END
+      FROM unnest(p_run_ids, p_tokens) WITH ORDINALITY AS i (run_id, token, ord)
+      LEFT JOIN @table@ l ON l.run_id = i.run_id AND l.lane_token = i.token;
+END
+$$;
+
+-- Renews the leases of lanes that are being delivered. answer: renewed | busy | lost.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_renew(
+    p_run_ids text[], p_tokens bigint[], p_lease_s double precision
+) RETURNS TABLE (ord integer, answer text)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_until timestamptz;
+    v_done  text[];
+BEGIN
+    PERFORM require_read_committed();
+    v_until := clock() + make_interval(secs => p_lease_s);
+
+    WITH free AS (
+        SELECT i.*
+          FROM unnest(p_run_ids, p_tokens) AS i (run_id, token)
+          JOIN @table@ l ON l.run_id = i.run_id
+         WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+           FOR NO KEY UPDATE OF l SKIP LOCKED
+    ), done AS (
+        UPDATE @table@ l
+           SET lane_expires_at = greatest(l.lane_expires_at, v_until)
+          FROM free i
+         WHERE l.run_id = i.run_id AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+        RETURNING l.run_id
+    )
+    SELECT array_agg(run_id) INTO v_done FROM done;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN i.run_id = ANY (v_done) THEN 'renewed' WHEN l.run_id IS NOT NULL THEN 'busy' ELSE 'lost' END
+      FROM unnest(p_run_ids, p_tokens) WITH ORDINALITY AS i (run_id, token, ord)
+      LEFT JOIN @table@ l ON l.run_id = i.run_id AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL;
+END
+$$;
+
+-- One whole turn for the ledger in this database: pick, apply, acknowledge, in one transaction. The row lock is
+-- the lease, so nothing is claimed, frozen or released, and a lost answer has nothing to repair.
+--
+-- Answers the turn in one row: lanes and facts delivered, the acknowledged facts' types and lags as
+-- *_acknowledge reports them, lanes blocked because the ledger has a gap, and next_due_s as claim_runs does.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_deliver(
+    p_receivers text[], p_limit integer, p_prefix integer, p_oldest boolean
+) RETURNS TABLE (
+    lanes integer, blocked integer, lag_types text[], lags_s double precision[], next_due_s double precision
+)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now     CONSTANT timestamptz := clock();
+    v_ids     text[];
+    v_first   integer[];
+    v_through integer[];
+    v_turn    record;
+    v_blocked integer := 0;
+BEGIN
+    PERFORM require_read_committed();
+    v_ids := @lane@_pick(p_receivers, p_limit, p_oldest, v_now);
+
+    SELECT array_agg(l.run_id), array_agg(l.acked_seq + 1),
+           array_agg(coalesce(l.frozen_seq, least(l.last_seq, l.acked_seq + p_prefix)))
+      INTO v_ids, v_first, v_through
+      FROM @table@ l WHERE l.run_id = ANY (v_ids);
+
+    IF v_ids IS NULL THEN
+        RETURN QUERY SELECT 0, 0, NULL::text[], NULL::double precision[],
+                            seconds_until(@lane@_next_due(p_receivers), v_now);
+        RETURN;
+    END IF;
+
+    SELECT a.* INTO v_turn FROM ledger_apply_@lane@(v_ids, v_first, v_through, v_now) a;
+
+    UPDATE @table@ l
+       SET acked_seq = i.through, frozen_seq = NULL, lane_attempts = 0, lane_expires_at = NULL, lane_due_at = v_now
+      FROM unnest(v_turn.run_ids, v_turn.through) AS i (run_id, through)
+     WHERE l.run_id = i.run_id;
+
+    IF cardinality(v_turn.run_ids) IS DISTINCT FROM cardinality(v_ids) THEN
+        UPDATE @table@ l
+           SET lane_error = 'the ledger has not applied this run''s earlier facts', lane_due_at = 'infinity',
+               lane_expires_at = NULL
+         WHERE l.run_id = ANY (v_ids) AND NOT (l.run_id = ANY (coalesce(v_turn.run_ids, '{}')));
+        GET DIAGNOSTICS v_blocked = ROW_COUNT;
+    END IF;
+
+    RETURN QUERY
+    SELECT cardinality(v_ids) - v_blocked, v_blocked, v_turn.lag_types, v_turn.lags_s,
+           seconds_until(CASE WHEN cardinality(v_ids) >= p_limit THEN v_now
+                              ELSE @lane@_next_due(p_receivers) END, v_now);
+END
+$$;

@@ -1,0 +1,160 @@
+-- ledger: the read model that the default ledger keeps in this database.
+--
+-- Lock order: ledger rows, by run; under the lane's lock or lease, so one writer per run at a time.
+-- Idempotent and ordered by its own cursor: a prefix is applied only if it begins right after what was applied.
+
+-- The facts of a lane after p_after up to p_through, in order.
+CREATE OR REPLACE FUNCTION @schema@.prefix_of(p_run_id text, p_lane smallint, p_after integer, p_through integer)
+RETURNS TABLE (seqs integer[], types text[], payloads jsonb[], created_ats timestamptz[])
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT array_agg(f.seq ORDER BY f.seq), array_agg(f.type ORDER BY f.seq), array_agg(f.payload ORDER BY f.seq),
+           array_agg(f.created_at ORDER BY f.seq)
+      FROM facts f
+     WHERE f.run_id = p_run_id AND f.lane = p_lane AND f.seq > p_after AND f.seq <= p_through
+$$;
+
+-- A JSON number as a double; NULL for anything else. What a play reports must not be able to stop a whole turn.
+CREATE OR REPLACE FUNCTION @schema@.as_double(p_value jsonb) RETURNS double precision
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT CASE WHEN jsonb_typeof(p_value) = 'number' AND abs(p_value::numeric) < 1e308
+                THEN p_value::double precision END
+$$;
+
+-- Applies lifecycle prefixes p_first … p_through of runs. Answers one row: the runs whose prefix the ledger has now
+-- (applied or already there) with its end, and type and lag (seconds up to p_now) of each fact applied.
+-- A run that is not answered has a gap: the ledger lacks its earlier facts, or the log lacks one of these.
+CREATE OR REPLACE FUNCTION @schema@.ledger_apply_lifecycle(
+    p_run_ids text[], p_first integer[], p_through integer[], p_now timestamptz DEFAULT @schema@.clock()
+) RETURNS TABLE (run_ids text[], through integer[], lag_types text[], lags_s double precision[])
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_done  text[];
+    v_ends  integer[];
+    v_types text[];
+    v_lags  double precision[];
+BEGIN
+    WITH told AS MATERIALIZED (
+        SELECT i.run_id, i.first, i.through, count(*)::integer AS facts,
+               max(f.created_at) AS updated_at,
+               min(f.created_at) FILTER (WHERE f.type = 'run.started') AS started_at,
+               count(*) FILTER (WHERE f.type = 'run.started')::integer AS attempts,
+               (array_agg(f.payload) FILTER (WHERE f.type = 'run.created'))[1] AS created,
+               (array_agg(f.payload) FILTER (WHERE f.type IN ('run.completed', 'run.failed', 'run.cancelled')))[1] AS ended,
+               max(f.seq) FILTER (WHERE f.type = 'run.progress') AS progress_seq,
+               max(f.seq) FILTER (WHERE f.type = 'run.waiting') AS waiting_seq,
+               -- The latest fact that says where the run stands, and what it says.
+               max(f.seq * 8 + CASE f.type WHEN 'run.created' THEN 1 WHEN 'run.requeued' THEN 1 WHEN 'run.resumed' THEN 1
+                                           WHEN 'run.started' THEN 2 WHEN 'run.waiting' THEN 3 WHEN 'run.completed' THEN 4
+                                           WHEN 'run.failed' THEN 5 WHEN 'run.cancelled' THEN 6 END) % 8 AS stand,
+               array_agg(f.type) AS types,
+               array_agg(greatest(extract(epoch FROM p_now - f.created_at), 0)::double precision) AS lags
+          FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)
+          JOIN facts f ON f.run_id = i.run_id AND f.lane = 0 AND f.seq >= i.first AND f.seq <= i.through
+         GROUP BY i.run_id, i.first, i.through
+        HAVING count(*) = i.through - i.first + 1
+    ), begun AS (
+        INSERT INTO ledger_runs (
+            run_id, play, org_id, labels, status, accepted_at, updated_at, started_at, finished_at, attempts,
+            applied_seq, applied_facts, output, error)
+        SELECT t.run_id, t.created ->> 'play', t.created ->> 'org_id', t.created -> 'labels',
+               (ARRAY['queued', 'running', 'waiting', 'completed', 'failed', 'cancelled'])[t.stand],
+               c.created_at, t.updated_at, t.started_at, CASE WHEN t.stand >= 4 THEN t.updated_at END, t.attempts,
+               t.through, t.facts, t.ended -> 'output', t.ended -> 'error'
+          FROM told t
+          JOIN facts c ON c.run_id = t.run_id AND c.lane = 0 AND c.seq = 1
+         WHERE t.first = 1
+        ON CONFLICT (run_id) DO NOTHING
+        RETURNING run_id, applied_seq
+    ), moved AS (
+        UPDATE ledger_runs l
+           SET status = coalesce((ARRAY['queued', 'running', 'waiting', 'completed', 'failed', 'cancelled'])[t.stand], l.status),
+               updated_at = t.updated_at,
+               started_at = coalesce(l.started_at, t.started_at),
+               finished_at = CASE WHEN t.stand >= 4 THEN t.updated_at END,
+               -- A wait is over as soon as the run stands elsewhere; a new one is told below.
+               wait_kind = CASE WHEN coalesce(t.stand, 3) = 3 THEN l.wait_kind END,
+               wait_until = CASE WHEN coalesce(t.stand, 3) = 3 THEN l.wait_until END,
+               attempts = l.attempts + t.attempts,
+               applied_seq = t.through, applied_facts = l.applied_facts + t.facts,
+               output = t.ended -> 'output', error = t.ended -> 'error'
+          FROM told t
+         WHERE l.run_id = t.run_id AND t.first > 1 AND l.applied_seq = t.first - 1
+        RETURNING l.run_id, l.applied_seq
+    ), applied AS (
+        SELECT run_id, applied_seq FROM begun UNION ALL SELECT run_id, applied_seq FROM moved
+    )
+    SELECT (SELECT array_agg(run_id ORDER BY run_id) FROM applied),
+           (SELECT array_agg(applied_seq ORDER BY run_id) FROM applied),
+           (SELECT array_agg(g.type) FROM told, unnest(told.types) AS g (type)),
+           (SELECT array_agg(g.lag) FROM told, unnest(told.lags) AS g (lag))
+      INTO v_done, v_ends, v_types, v_lags;
+
+    -- Waits and progress are rare next to ends: their own statement, only when there are any.
+    IF 'run.waiting' = ANY (v_types) OR 'run.progress' = ANY (v_types) THEN
+        UPDATE ledger_runs l
+           SET wait_kind = CASE WHEN l.status = 'waiting' THEN coalesce(w.payload ->> 'kind', l.wait_kind) END,
+               wait_until = CASE WHEN l.status = 'waiting'
+                                 THEN coalesce(to_timestamp(as_double(w.payload -> 'wait_until') / 1000), l.wait_until) END,
+               progress_done = coalesce(as_double(g.payload -> 'done'), l.progress_done),
+               progress_total = coalesce(as_double(g.payload -> 'total'), l.progress_total)
+          FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)
+          LEFT JOIN LATERAL (
+                SELECT f.payload FROM facts f
+                 WHERE f.run_id = i.run_id AND f.lane = 0 AND f.seq BETWEEN i.first AND i.through
+                   AND f.type = 'run.waiting' ORDER BY f.seq DESC LIMIT 1) w ON true
+          LEFT JOIN LATERAL (
+                SELECT f.payload FROM facts f
+                 WHERE f.run_id = i.run_id AND f.lane = 0 AND f.seq BETWEEN i.first AND i.through
+                   AND f.type = 'run.progress' ORDER BY f.seq DESC LIMIT 1) g ON true
+         WHERE l.run_id = i.run_id AND l.applied_seq = i.through AND coalesce(w.payload, g.payload) IS NOT NULL
+           AND i.run_id = ANY (v_done);
+    END IF;
+
+    IF cardinality(v_done) IS DISTINCT FROM cardinality(p_run_ids) THEN
+        SELECT coalesce(v_done, '{}') || coalesce(array_agg(i.run_id), '{}'),
+               coalesce(v_ends, '{}') || coalesce(array_agg(i.through), '{}')
+          INTO v_done, v_ends
+          FROM unnest(p_run_ids, p_through) AS i (run_id, through)
+          JOIN ledger_runs l ON l.run_id = i.run_id AND l.applied_seq >= i.through
+         WHERE NOT (i.run_id = ANY (coalesce(v_done, '{}')));
+    END IF;
+
+    RETURN QUERY SELECT v_done, v_ends, v_types, v_lags;
+END
+$$;
+
+-- The same for observability prefixes: log facts are kept line by line.
+CREATE OR REPLACE FUNCTION @schema@.ledger_apply_observability(
+    p_run_ids text[], p_first integer[], p_through integer[], p_now timestamptz DEFAULT @schema@.clock()
+) RETURNS TABLE (run_ids text[], through integer[], lag_types text[], lags_s double precision[])
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH ready AS MATERIALIZED (
+        SELECT i.run_id, i.first, i.through
+          FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)
+         WHERE coalesce((SELECT g.seq FROM ledger_logs g WHERE g.run_id = i.run_id
+                          ORDER BY g.run_id DESC, g.seq DESC LIMIT 1), 0) >= i.first - 1
+    ), written AS (
+        INSERT INTO ledger_logs (run_id, seq, created_at, payload)
+        SELECT f.run_id, f.seq, f.created_at, f.payload
+          FROM ready i
+          JOIN facts f ON f.run_id = i.run_id AND f.lane = 1 AND f.seq >= i.first AND f.seq <= i.through
+        ON CONFLICT DO NOTHING
+        RETURNING created_at
+    )
+    SELECT (SELECT array_agg(run_id ORDER BY run_id) FROM ready),
+           (SELECT array_agg(through ORDER BY run_id) FROM ready),
+           (SELECT array_agg('run.log'::text) FROM written),
+           (SELECT array_agg(greatest(extract(epoch FROM p_now - created_at), 0)::double precision) FROM written);
+END
+$$;

@@ -1,0 +1,167 @@
+-- settle: attempts end, in sets. The first terminal wins and is never rewritten.
+--
+-- Lock order: run rows, SKIP LOCKED, then the attempt's row and the fact, which nobody else can be writing.
+-- Fence: a lease, attempt and token, repeated in the write. (A row has a lease exactly while it runs; asking for
+-- the lease rather than the status keeps the planner on the primary key instead of the index of running rows.) The row keeps attempt and token after the end, so
+-- that a call whose answer was lost is asked again and answered alike.
+
+-- Ends attempts. p_outcomes, per item:
+--
+--   completed   the run ends; payload {"output": …}
+--   failed      the run ends; payload {"error": {…}}
+--   retried     the attempt failed, the run is queued again after p_delays seconds; one failure is charged
+--   released    the run goes back at once; nothing is charged
+--   deferred    the run goes back after p_delays seconds; nothing is charged
+--
+-- answer: done | busy (the row is locked: ask again) | lost, with the run's status as it stands now
+-- (NULL: there is no such run).
+CREATE OR REPLACE FUNCTION @schema@.settle_attempts(
+    p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_outcomes text[], p_payloads jsonb[],
+    p_delays double precision[]
+) RETURNS TABLE (ord integer, answer text, status text)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now  timestamptz;
+    v_done text[];
+BEGIN
+    PERFORM require_read_committed();
+    v_now := clock();
+
+    WITH free AS (
+        SELECT i.*, i.outcome IN ('completed', 'failed') AS terminal
+          FROM unnest(p_run_ids, p_attempts, p_tokens, p_outcomes, p_payloads, p_delays)
+               AS i (run_id, attempt, token, outcome, payload, delay_s)
+          JOIN runs r ON r.run_id = i.run_id
+         WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+           FOR NO KEY UPDATE OF r SKIP LOCKED
+    ), ended AS (
+        UPDATE runs r
+           SET status = CASE WHEN i.terminal THEN i.outcome ELSE 'queued' END,
+               due_at = CASE WHEN i.terminal THEN 'infinity'
+                             ELSE v_now + make_interval(secs => coalesce(i.delay_s, 0)) END,
+               finished_at = CASE WHEN i.terminal THEN v_now END,
+               terminal_seq = CASE WHEN i.terminal THEN r.last_seq + 1 END,
+               failures = r.failures + (i.outcome IN ('failed', 'retried'))::integer::smallint,
+               lease_expires_at = NULL,
+               last_seq = r.last_seq + 1,
+               lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
+          FROM free i
+         WHERE r.run_id = i.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+        RETURNING r.run_id, r.attempt, r.last_seq, r.attempt_at, r.lease_owner, r.lease_token, r.due_at, r.failures,
+                  i.terminal, i.outcome, i.payload
+    ), tried AS (
+        INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome, error)
+        SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, outcome,
+               CASE WHEN outcome <> 'completed' THEN payload -> 'error' END
+          FROM ended
+    ), told AS (
+        INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
+        SELECT run_id, 0, last_seq,
+               CASE WHEN terminal THEN 'run.' || outcome ELSE 'run.requeued' END,
+               v_now,
+               payload || CASE WHEN outcome = 'completed' THEN jsonb_build_object('attempt', attempt)
+                               WHEN terminal THEN jsonb_build_object('attempt', attempt, 'failures', failures)
+                               ELSE jsonb_build_object('attempt', attempt, 'reason', outcome, 'due_at', due_at) END
+          FROM ended
+    )
+    SELECT array_agg(run_id) INTO v_done FROM ended;
+
+    IF cardinality(v_done) = cardinality(p_run_ids) THEN
+        RETURN QUERY SELECT i::integer, 'done'::text, NULL::text FROM generate_series(1, cardinality(v_done)) AS i;
+        RETURN;
+    END IF;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN a.outcome = i.outcome THEN 'done'   -- just now, or asked again after a lost answer
+                WHEN r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token THEN 'busy'
+                ELSE 'lost' END,
+           r.status
+      FROM unnest(p_run_ids, p_attempts, p_tokens, p_outcomes) WITH ORDINALITY
+           AS i (run_id, attempt, token, outcome, ord)
+      LEFT JOIN runs r ON r.run_id = i.run_id
+      LEFT JOIN attempts a ON a.run_id = i.run_id AND a.attempt = i.attempt AND a.token = i.token;
+END
+$$;
+
+-- Parks attempts on durable waits. p_waits, per item: [{"key": …, "kind": "sleep", "delay_s": …}, …].
+--
+-- A wait that an earlier attempt registered keeps its first due time. The run is due when the first of these
+-- waits is. Answers as settle_attempts does; an item without waits is refused, for nothing would ever wake it.
+CREATE OR REPLACE FUNCTION @schema@.park_attempts(
+    p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_waits jsonb[]
+) RETURNS TABLE (ord integer, answer text, status text)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now    timestamptz;
+    v_free   text[];
+    v_parked integer;
+BEGIN
+    PERFORM require_read_committed();
+    IF '[]' = ANY (p_waits) THEN
+        PERFORM refuse('waits', 'an attempt parks on at least one wait');
+    END IF;
+
+    SELECT array_agg(t.run_id) INTO v_free
+      FROM (SELECT r.run_id
+              FROM unnest(p_run_ids, p_attempts, p_tokens) AS i (run_id, attempt, token)
+              JOIN runs r ON r.run_id = i.run_id
+             WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+               FOR NO KEY UPDATE OF r SKIP LOCKED) t;
+    v_now := clock();
+
+    INSERT INTO receipts (run_id, key, kind, created_at, due_at)
+    SELECT i.run_id, w.key, w.kind, v_now, v_now + make_interval(secs => w.delay_s)
+      FROM unnest(p_run_ids, p_waits) AS i (run_id, waits)
+     CROSS JOIN LATERAL jsonb_to_recordset(i.waits) AS w (key text, kind text, delay_s double precision)
+     WHERE i.run_id = ANY (v_free)
+    ON CONFLICT (run_id, key) DO NOTHING;
+
+    WITH first AS (
+        SELECT i.run_id, i.attempt, i.token, c.key, c.kind, c.due_at
+          FROM unnest(p_run_ids, p_attempts, p_tokens, p_waits) AS i (run_id, attempt, token, waits)
+         CROSS JOIN LATERAL (
+                SELECT c.key, c.kind, c.due_at
+                  FROM jsonb_to_recordset(i.waits) AS w (key text)
+                  JOIN receipts c ON c.run_id = i.run_id AND c.key = w.key
+                 ORDER BY c.due_at, c.key LIMIT 1) c
+         WHERE i.run_id = ANY (v_free)
+    ), parked AS (
+        UPDATE runs r
+           SET status = 'waiting', due_at = f.due_at, wait_kind = f.kind, wait_key = f.key, wait_until = f.due_at,
+               wait_seq = r.last_seq + 1, lease_expires_at = NULL,
+               last_seq = r.last_seq + 1,
+               lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
+          FROM first f
+         WHERE r.run_id = f.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = f.attempt AND r.lease_token = f.token
+        RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, r.wait_kind, r.wait_key,
+                  r.wait_until
+    ), tried AS (
+        INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
+        SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, 'parked' FROM parked
+    ), told AS (
+        INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
+        SELECT run_id, 0, last_seq, 'run.waiting', v_now,
+               jsonb_build_object('kind', wait_kind, 'key', wait_key,
+                                  'wait_until', floor(extract(epoch FROM wait_until) * 1000)::bigint)
+          FROM parked
+    )
+    SELECT count(*) INTO v_parked FROM parked;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN a.outcome = 'parked' THEN 'done'    -- just now, or asked again after a lost answer
+                WHEN r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token THEN 'busy'
+                ELSE 'lost' END,
+           r.status
+      FROM unnest(p_run_ids, p_attempts, p_tokens) WITH ORDINALITY AS i (run_id, attempt, token, ord)
+      LEFT JOIN runs r ON r.run_id = i.run_id
+      LEFT JOIN attempts a ON a.run_id = i.run_id AND a.attempt = i.attempt AND a.token = i.token;
+END
+$$;

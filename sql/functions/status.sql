@@ -1,0 +1,88 @@
+-- status: reading runs. Nothing here writes or locks.
+
+-- What is now, for some runs. Missing ones are left out.
+CREATE OR REPLACE FUNCTION @schema@.read_runs(p_run_ids text[])
+RETURNS TABLE (
+    run_id text, play text, status text, org_id text, priority smallint, labels jsonb, release_id text,
+    created_at timestamptz, started_at timestamptz, finished_at timestamptz, due_at timestamptz, attempt integer,
+    failures smallint, crashes smallint, wait_kind text, wait_key text, wait_until timestamptz, host text,
+    lease_expires_at timestamptz, last_seq integer, acked_seq integer, lane_error text
+)
+LANGUAGE sql STABLE
+@lookup@
+AS $$
+    SELECT r.run_id, r.play, r.status, r.org_id, r.priority, r.labels, r.release_id, r.created_at, r.started_at,
+           r.finished_at, nullif(r.due_at, 'infinity'), r.attempt, r.failures, r.crashes, r.wait_kind, r.wait_key,
+           r.wait_until,
+           CASE WHEN r.status = 'running' THEN coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
+           r.lease_expires_at, r.last_seq, r.acked_seq, r.lane_error
+      FROM unnest(p_run_ids) AS i (run_id)
+      JOIN runs r ON r.run_id = i.run_id
+      LEFT JOIN hosts h ON h.host = r.lease_owner
+$$;
+
+-- One page of runs, newest first by id, with run ids below p_after. Filters are optional; a page may take a
+-- walk over runs that do not match, so callers set a statement timeout.
+CREATE OR REPLACE FUNCTION @schema@.list_runs(
+    p_status text, p_play text, p_org text, p_labels jsonb, p_limit integer, p_after text
+) RETURNS SETOF text
+LANGUAGE sql STABLE
+SET search_path = @schema@, pg_temp
+AS $$
+    SELECT r.run_id FROM runs r
+     WHERE r.run_id < coalesce(p_after, '~')  -- sorts after every run id
+       AND (p_status IS NULL OR r.status = p_status)
+       AND (p_play IS NULL OR r.play = p_play)
+       AND (p_org IS NULL OR r.org_id = p_org)
+       AND (p_labels IS NULL OR r.labels @> p_labels)
+     ORDER BY r.run_id DESC LIMIT p_limit
+$$;
+
+-- Terminals of those of the runs that have ended; status NULL for a run that does not exist.
+CREATE OR REPLACE FUNCTION @schema@.read_terminals(p_run_ids text[])
+RETURNS TABLE (run_id text, status text, payload jsonb)
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT i.run_id, r.status, f.payload
+      FROM unnest(p_run_ids) AS i (run_id)
+      LEFT JOIN runs r ON r.run_id = i.run_id
+      LEFT JOIN facts f ON f.run_id = r.run_id AND f.lane = 0 AND f.seq = r.terminal_seq
+     WHERE r.run_id IS NULL OR r.finished_at IS NOT NULL
+$$;
+
+-- Attempts of a run, oldest first.
+CREATE OR REPLACE FUNCTION @schema@.read_attempts(p_run_id text)
+RETURNS TABLE (
+    attempt integer, outcome text, host text, started_at timestamptz, ended_at timestamptz, error jsonb
+)
+LANGUAGE sql STABLE
+SET search_path = @schema@, pg_temp
+AS $$
+    SELECT a.attempt, a.outcome, coalesce(h.name || ' pid ' || h.pid, a.owner::text), a.started_at, a.ended_at, a.error
+      FROM attempts a
+      LEFT JOIN hosts h ON h.host = a.owner
+     WHERE a.run_id = p_run_id ORDER BY a.attempt
+$$;
+
+-- Open work, counted over the partial indexes of open rows and at most to p_limit per number: its cost does not
+-- grow with what has ended.
+CREATE OR REPLACE FUNCTION @schema@.backlog(p_limit integer)
+RETURNS TABLE (
+    queued bigint, waiting bigint, running bigint, lifecycle bigint, observability bigint, blocked bigint,
+    oldest_snapshot_s double precision
+)
+LANGUAGE sql STABLE
+SET search_path = @schema@, pg_temp
+AS $$
+    SELECT o.queued, o.waiting,
+           (SELECT count(*) FROM (SELECT 1 FROM runs WHERE status = 'running' LIMIT p_limit) t),
+           (SELECT count(*) FROM (SELECT 1 FROM runs WHERE lane_pending LIMIT p_limit) t),
+           (SELECT count(*) FROM (SELECT 1 FROM lanes WHERE lane_pending LIMIT p_limit) t),
+           (SELECT count(*) FROM (SELECT 1 FROM runs WHERE lane_pending AND lane_due_at = 'infinity' LIMIT p_limit) t),
+           (SELECT extract(epoch FROM max(clock_timestamp() - xact_start))::double precision
+              FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid())
+      FROM (SELECT count(*) FILTER (WHERE t.status = 'queued') AS queued,
+                   count(*) FILTER (WHERE t.status = 'waiting') AS waiting
+              FROM (SELECT status FROM runs WHERE status IN ('queued', 'waiting') LIMIT p_limit) t) o
+$$;

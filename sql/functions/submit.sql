@@ -1,0 +1,187 @@
+-- submit: the public SQL door for programs that are not hosts.
+--
+--   SELECT * FROM runlane.submit_run('audit', '{"path": "…"}', '{"delay": 60}');
+--
+-- It may be called inside the caller's own transaction: rolled back means never seen. Everything is checked
+-- here that a host checks at its own door; a refusal raises SQLSTATE RL001 and names the field.
+-- Options: run_id, idempotency_key, org_id, priority, delay (seconds), at (timestamp), labels, release_id,
+-- environment, notify (default true).
+
+CREATE OR REPLACE FUNCTION @schema@.refuse(p_field text, p_reason text) RETURNS void
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    RAISE EXCEPTION '%: %', p_field, p_reason USING ERRCODE = 'RL001', DETAIL = p_field;
+END
+$$;
+
+-- Refuses options that are no object, an option that is not one of p_known, and a bad notify, which all have.
+CREATE OR REPLACE FUNCTION @schema@.check_options(p_options jsonb, p_known text[]) RETURNS void
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+DECLARE
+    v_field text;
+BEGIN
+    IF jsonb_typeof(p_options) <> 'object' THEN
+        PERFORM refuse('options', 'must be an object');
+    END IF;
+    SELECT key INTO v_field FROM jsonb_object_keys(p_options) AS key WHERE key <> ALL (p_known) ORDER BY key LIMIT 1;
+    IF FOUND THEN
+        PERFORM refuse('options.' || v_field, 'unknown option; known are ' || array_to_string(p_known, ', '));
+    END IF;
+    IF jsonb_typeof(p_options -> 'notify') NOT IN ('boolean', 'null') THEN
+        PERFORM refuse('options.notify', 'must be true or false');
+    END IF;
+END
+$$;
+
+-- A text option, or NULL where it is absent or null.
+CREATE OR REPLACE FUNCTION @schema@.text_option(p_options jsonb, p_name text, p_most integer) RETURNS text
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+BEGIN
+    IF jsonb_typeof(p_options -> p_name) NOT IN ('string', 'null')
+       OR length(p_options ->> p_name) NOT BETWEEN 1 AND p_most
+    THEN
+        PERFORM refuse('options.' || p_name, format('must be a string of 1 to %s characters', p_most));
+    END IF;
+    RETURN p_options ->> p_name;
+END
+$$;
+
+-- A number option, or NULL where it is absent or null. Numeric, because a JSON number may be too large for a double.
+CREATE OR REPLACE FUNCTION @schema@.number_option(p_options jsonb, p_name text) RETURNS numeric
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+BEGIN
+    IF jsonb_typeof(p_options -> p_name) NOT IN ('number', 'null') THEN
+        PERFORM refuse('options.' || p_name, 'must be a number');
+    END IF;
+    RETURN (p_options ->> p_name)::numeric;
+END
+$$;
+
+-- Refuses what jsonb takes and a host could not read back or would not have sent.
+CREATE OR REPLACE FUNCTION @schema@.check_payload(p_field text, p_payload jsonb) RETURNS void
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+BEGIN
+    IF p_payload IS NULL THEN
+        PERFORM refuse(p_field, 'must be JSON; for none pass ''null''::jsonb');
+    ELSIF octet_length(p_payload::text) > 1048576 THEN
+        PERFORM refuse(p_field, format('%s bytes are more than the limit of 1048576', octet_length(p_payload::text)));
+    ELSIF jsonb_path_exists(p_payload, 'strict $.**{64} ? (@.type() == "object" || @.type() == "array")') THEN
+        PERFORM refuse(p_field, 'nested deeper than 64 levels');
+    ELSIF jsonb_path_exists(p_payload, 'strict $.** ? (@ >= 1e640 || @ <= -1e640)') THEN
+        PERFORM refuse(p_field, 'a number has more than 640 digits');
+    END IF;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION @schema@.new_run_id() RETURNS text
+LANGUAGE sql VOLATILE
+AS $$
+    -- UUIDv7 (RFC 9562): milliseconds in front, so that new runs land together in every index; the
+    -- rest, variant bits included, is a random UUID's.
+    SELECT (lpad(to_hex((extract(epoch FROM clock_timestamp()) * 1000)::bigint), 12, '0')
+            || '7' || substr(replace(gen_random_uuid()::text, '-', ''), 14))::uuid::text
+$$;
+
+CREATE OR REPLACE FUNCTION @schema@.submit_run(p_play text, p_input jsonb, p_options jsonb DEFAULT '{}')
+RETURNS TABLE (run_id text, created boolean)
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_run_id      text;
+    v_key         text;
+    v_org         text;
+    v_release     text;
+    v_environment text;
+    v_priority    numeric;
+    v_delay       numeric;
+    v_at          timestamptz;
+    v_labels      jsonb;
+    v_answer      record;
+BEGIN
+    PERFORM check_options(p_options, '{run_id, idempotency_key, org_id, priority, delay, at, labels, release_id, environment, notify}');
+    PERFORM check_payload('input', p_input);
+    IF NOT EXISTS (SELECT 1 FROM plays WHERE name = p_play) THEN
+        PERFORM refuse('play', format('no host has ever registered a play named %L', coalesce(p_play, 'NULL')));
+    END IF;
+
+    v_run_id := text_option(p_options, 'run_id', 128);
+    IF v_run_id !~ '^[A-Za-z0-9._:-]+$' THEN
+        PERFORM refuse('options.run_id', 'must be 1 to 128 of A-Z a-z 0-9 . _ : -');
+    END IF;
+    v_key := text_option(p_options, 'idempotency_key', 255);
+    v_org := text_option(p_options, 'org_id', 255);
+    v_release := text_option(p_options, 'release_id', 255);
+    v_environment := text_option(p_options, 'environment', 255);
+    v_labels := nullif(p_options -> 'labels', 'null');
+    IF jsonb_typeof(v_labels) <> 'object' THEN
+        PERFORM refuse('options.labels', 'must be an object of strings');
+    END IF;
+    IF (SELECT count(*) > 32 OR NOT coalesce(bool_and(jsonb_typeof(l.value) = 'string' AND length(l.value #>> '{}') <= 256
+                                             AND length(l.key) BETWEEN 1 AND 64), true)
+          FROM jsonb_each(v_labels) l)
+    THEN
+        PERFORM refuse('options.labels', 'must be at most 32 strings of up to 256 characters, by keys of 1 to 64');
+    END IF;
+    v_priority := coalesce(number_option(p_options, 'priority'), 0);
+    IF v_priority NOT IN (-2, -1, 0, 1, 2) THEN
+        PERFORM refuse('options.priority', 'must be a whole number from -2 to 2');
+    END IF;
+    v_delay := number_option(p_options, 'delay');
+    IF v_delay NOT BETWEEN 0 AND 316224000 THEN
+        PERFORM refuse('options.delay', 'must be seconds from 0 to 316224000 (10 years)');
+    END IF;
+    IF text_option(p_options, 'at', 100) IS NOT NULL THEN
+        IF v_delay IS NOT NULL THEN
+            PERFORM refuse('options.at', 'give delay or at, not both');
+        END IF;
+        BEGIN
+            v_at := (p_options ->> 'at')::timestamptz;
+        EXCEPTION WHEN data_exception THEN
+            PERFORM refuse('options.at', format('%L is not a timestamp', p_options ->> 'at'));
+        END;
+        IF NOT isfinite(v_at) THEN
+            PERFORM refuse('options.at', 'must be a finite timestamp');
+        END IF;
+    END IF;
+
+    SELECT a.* INTO v_answer
+      FROM admit_runs(
+               ARRAY[coalesce(v_run_id, new_run_id())], ARRAY[v_run_id IS NOT NULL], ARRAY[p_play],
+               ARRAY[bucket_of(p_play, v_release, v_environment, v_priority::integer)],
+               ARRAY[v_priority::smallint], ARRAY[v_org], ARRAY[v_key], ARRAY[v_delay::double precision], ARRAY[v_at],
+               ARRAY[v_labels], ARRAY[p_input], ARRAY[('x' || left(md5(gen_random_uuid()::text), 15))::bit(60)::bigint],
+               ARRAY[false], NULL, NULL, v_release, v_environment, true) a;
+
+    IF v_answer.outcome IN ('conflict', 'two_runs') THEN
+        RAISE EXCEPTION 'run id or idempotency key is taken by run % with another play, key or input', v_answer.run_id
+            USING ERRCODE = 'RL003', DETAIL = v_answer.run_id;
+    ELSIF v_answer.outcome = 'busy' THEN
+        RAISE EXCEPTION 'run id or idempotency key was taken by a transaction this one cannot see'
+            USING ERRCODE = 'serialization_failure';
+    END IF;
+
+    IF coalesce((p_options ->> 'notify')::boolean, true) THEN
+        PERFORM pg_notify(channel('runs'), '');
+    END IF;
+    RETURN QUERY SELECT v_answer.run_id, v_answer.created;
+END
+$$;
+
+-- The notification channel of a concern: constant payload, at most 63 bytes whatever the schema is called.
+CREATE OR REPLACE FUNCTION @schema@.channel(p_kind text) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT CASE WHEN octet_length('@schema_name@') <= 40 THEN '@schema_name@'
+                ELSE md5('@schema_name@') END || '_' || p_kind
+$$;

@@ -1,0 +1,114 @@
+"""Records that cross the border between the kernel and everybody above it.
+
+Owns plain values only: no behaviour beyond derived properties, no I/O. Times are timezone-aware
+datetimes of the database clock; durations carry their unit in the name.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import attrs
+
+RUN_ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
+
+OPEN_STATUSES = frozenset({"queued", "running", "waiting"})
+TERMINAL_STATUSES = frozenset({"completed", "failed", "cancelled"})
+TERMINAL_FACTS = frozenset({"run.completed", "run.failed", "run.cancelled"})
+
+
+class Lane(enum.IntEnum):
+    """The two ordered streams of a run's facts; order is promised per lane."""
+
+    LIFECYCLE = 0
+    OBSERVABILITY = 1
+
+    @property
+    def label(self) -> str:
+        """The lane's name as it appears in delivery keys and on the wire."""
+        return self.name.lower()
+
+
+@attrs.frozen(slots=True)
+class Fact:
+    """One thing that happened to a run.
+
+    ``seq`` counts from 1 within ``(run_id, lane)`` without gaps. ``payload`` is decoded JSON.
+    """
+
+    run_id: str
+    lane: Lane
+    seq: int
+    type: str
+    payload: Any
+    created_at: datetime
+
+
+@attrs.frozen(slots=True)
+class Delivery:
+    """A frozen prefix of one run's lane, as a ledger receives it.
+
+    A redelivery has the same ``facts`` and the same ``delivery_key`` (``run:lane:first-last``);
+    ``attempt`` counts deliveries of this prefix from 1 and is not part of the key.
+    ``digest`` is the SHA-256 (hex) of the canonical facts.
+    """
+
+    run_id: str
+    lane: Lane
+    facts: tuple[Fact, ...]
+    delivery_key: str
+    attempt: int
+    digest: str
+
+
+@attrs.frozen(slots=True)
+class RunStatus:
+    """What is now: one run's row.
+
+    ``facts_last`` and ``facts_delivered`` are the lifecycle lane's last appended and last acknowledged
+    sequence numbers; they are equal when the ledger has everything.
+    """
+
+    run_id: str
+    play: str
+    status: str
+    org_id: str | None
+    priority: int
+    labels: Mapping[str, str] | None
+    release_id: str | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    due_at: datetime | None
+    attempt: int
+    failures: int
+    crashes: int
+    wait_kind: str | None
+    wait_key: str | None
+    wait_until: datetime | None
+    host: str | None
+    lease_expires_at: datetime | None
+    facts_last: int
+    facts_delivered: int
+    lane_blocked: str | None
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the run has ended."""
+        return self.status in TERMINAL_STATUSES
+
+
+@attrs.frozen(slots=True)
+class CancelOutcome:
+    """Who won a cancellation.
+
+    ``won`` is True when this request ended the run (also when it is asked again with the same request
+    id). ``status`` is what stands now: a terminal status, or ``pending`` when the request is recorded
+    and takes effect as soon as the run's row is free.
+    """
+
+    won: bool
+    status: str

@@ -1,0 +1,1 @@
+"""What several tests share: servers to test against. No test lives here."""

@@ -1,0 +1,168 @@
+"""What must hold of the kernel's tables after every transition, whoever made it.
+
+Owns the queries. Each answers the rows that break one rule; ``check_invariants`` runs all of them as one statement
+and fails with everything it found.
+"""
+
+from __future__ import annotations
+
+from sql import bundle
+from sql.connection import Session
+
+_RULES = {
+    # --- runs and their log --------------------------------------------------------------------------
+    "a run has its terminal fact exactly when its status is terminal, and it is the last lifecycle fact": """
+        SELECT r.run_id FROM runs r
+          LEFT JOIN facts f ON f.run_id = r.run_id AND f.lane = 0
+                           AND f.type IN ('run.completed', 'run.failed', 'run.cancelled')
+         GROUP BY r.run_id
+        HAVING count(f.seq) <> (r.finished_at IS NOT NULL)::integer
+            OR (r.finished_at IS NOT NULL) <> (r.status IN ('completed', 'failed', 'cancelled'))
+            OR (r.finished_at IS NOT NULL AND (min(f.seq) <> r.last_seq OR r.terminal_seq <> r.last_seq
+                                               OR min(f.type) <> 'run.' || r.status))
+            OR (r.finished_at IS NULL AND r.terminal_seq IS NOT NULL)""",
+    "facts are gapless per run and lane, up to the lane's last": """
+        SELECT coalesce(f.run_id, l.run_id)
+          FROM (SELECT run_id, lane, count(*) AS facts, min(seq) AS first, max(seq) AS last
+                  FROM facts GROUP BY run_id, lane) f
+          FULL JOIN (SELECT run_id, 0::smallint AS lane, last_seq FROM runs
+                      UNION ALL SELECT run_id, 1::smallint, last_seq FROM lanes) l
+            ON l.run_id = f.run_id AND l.lane = f.lane
+         WHERE f.first IS DISTINCT FROM 1 OR f.facts IS DISTINCT FROM f.last OR f.last IS DISTINCT FROM l.last_seq""",
+    "each lifecycle fact follows one that allows it": """
+        SELECT run_id FROM (
+            SELECT run_id, seq, type,
+                   lag(type) OVER (PARTITION BY run_id ORDER BY seq) AS before
+              FROM facts WHERE lane = 0 AND type <> 'run.progress') f
+         WHERE NOT CASE type
+               WHEN 'run.created'   THEN before IS NULL AND seq = 1
+               WHEN 'run.started'   THEN before IN ('run.created', 'run.requeued', 'run.resumed')
+               WHEN 'run.requeued'  THEN before = 'run.started'
+               WHEN 'run.waiting'   THEN before = 'run.started'
+               WHEN 'run.completed' THEN before = 'run.started'
+               WHEN 'run.failed'    THEN before = 'run.started'
+               WHEN 'run.resumed'   THEN before = 'run.waiting'
+               WHEN 'run.cancelled' THEN before IN ('run.created', 'run.started', 'run.requeued', 'run.waiting')
+               ELSE false END""",
+    # --- attempts and fences -------------------------------------------------------------------------
+    "attempts are 1 to n, each once; all but a live one have ended": """
+        SELECT r.run_id FROM runs r LEFT JOIN attempts a ON a.run_id = r.run_id
+         GROUP BY r.run_id
+        HAVING count(a.attempt) <> r.attempt - (r.status = 'running')::integer
+            OR (count(a.attempt) > 0 AND (min(a.attempt) <> 1 OR max(a.attempt) <> count(a.attempt)))""",
+    "each attempt has one run.started, in order": """
+        SELECT r.run_id FROM runs r LEFT JOIN facts f
+            ON f.run_id = r.run_id AND f.lane = 0 AND f.type = 'run.started'
+         GROUP BY r.run_id
+        HAVING coalesce(array_agg((f.payload ->> 'attempt')::integer ORDER BY f.seq) FILTER (WHERE f.seq > 0), '{}')
+            <> coalesce((SELECT array_agg(n) FROM generate_series(1, r.attempt) AS n), '{}')""",
+    "an attempt ends in what its run's log says": """
+        SELECT a.run_id FROM attempts a
+          JOIN (SELECT run_id, type, payload, lag(payload) OVER w AS start, lag(type) OVER w AS before
+                  FROM facts WHERE lane = 0 AND type <> 'run.progress'
+                WINDOW w AS (PARTITION BY run_id ORDER BY seq)) f
+            ON f.run_id = a.run_id AND f.before = 'run.started' AND (f.start ->> 'attempt')::integer = a.attempt
+         WHERE NOT CASE a.outcome
+               WHEN 'completed' THEN f.type = 'run.completed'
+               WHEN 'failed'    THEN f.type = 'run.failed'
+               WHEN 'cancelled' THEN f.type = 'run.cancelled'
+               WHEN 'parked'    THEN f.type = 'run.waiting'
+               WHEN 'expired'   THEN f.type = 'run.failed'
+                                  OR (f.type = 'run.requeued' AND f.payload ->> 'reason' = 'expired')
+               ELSE f.type = 'run.requeued' AND f.payload ->> 'reason' = a.outcome END
+            OR a.ended_at < a.started_at""",
+    "a run holds a live fence exactly while it runs, and never again one it has lost": """
+        SELECT r.run_id FROM runs r
+         WHERE (r.lease_expires_at IS NOT NULL) <> (r.status = 'running')
+            OR (r.status = 'running' AND (r.lease_token IS NULL OR r.lease_owner IS NULL OR r.attempt_at IS NULL
+                                          OR r.attempt = 0))
+            OR (r.status = 'running' AND EXISTS (SELECT 1 FROM attempts a
+                                                  WHERE a.run_id = r.run_id AND a.attempt = r.attempt))
+            OR (r.attempt > 0) <> (r.started_at IS NOT NULL)""",
+    "charges are counted once": """
+        SELECT r.run_id FROM runs r LEFT JOIN attempts a ON a.run_id = r.run_id
+         GROUP BY r.run_id
+        HAVING count(*) FILTER (WHERE a.outcome IN ('failed', 'retried')) <> r.failures
+            OR count(*) FILTER (WHERE a.outcome = 'expired') <> r.crashes""",
+    # --- due times and waits -------------------------------------------------------------------------
+    "somebody will look at every open run, and at no ended one": """
+        SELECT run_id FROM runs
+         WHERE (due_at = 'infinity') <> (finished_at IS NOT NULL)
+            OR (status = 'running' AND due_at > lease_expires_at)""",
+    "a parked run waits for a receipt that it has registered": """
+        SELECT r.run_id FROM runs r LEFT JOIN receipts c ON c.run_id = r.run_id AND c.key = r.wait_key
+         WHERE (r.status = 'waiting') <> (r.wait_kind IS NOT NULL)
+            OR (r.wait_kind IS NULL AND (r.wait_key IS NOT NULL OR r.wait_until IS NOT NULL))
+            OR (r.status = 'waiting' AND (c.due_at IS NULL OR c.due_at <> r.wait_until OR r.due_at <> r.wait_until))""",
+    "a wait is passed only after it was due, and on a run that has registered it": """
+        SELECT c.run_id FROM receipts c LEFT JOIN runs r ON r.run_id = c.run_id
+         WHERE r.run_id IS NULL OR c.done_at < c.due_at""",
+    # --- lanes ---------------------------------------------------------------------------------------
+    "a lane's cursor, frozen prefix and lease fit together, and somebody will look at it": """
+        SELECT run_id FROM (
+            SELECT run_id, acked_seq, last_seq, frozen_seq, lane_attempts, lane_token, lane_expires_at, lane_due_at,
+                   lane_error, lane_pending FROM runs
+             UNION ALL
+            SELECT run_id, acked_seq, last_seq, frozen_seq, lane_attempts, lane_token, lane_expires_at, lane_due_at,
+                   lane_error, lane_pending FROM lanes) l
+         WHERE acked_seq NOT BETWEEN 0 AND last_seq
+            OR frozen_seq NOT BETWEEN acked_seq + 1 AND last_seq
+            OR lane_attempts < 0
+            OR (frozen_seq IS NULL AND lane_attempts <> 0)
+            OR (lane_expires_at IS NOT NULL AND (frozen_seq IS NULL OR lane_token IS NULL OR lane_error IS NOT NULL))
+            OR lane_due_at > lane_expires_at
+            OR (lane_error IS NOT NULL AND NOT lane_pending)
+            OR (lane_pending AND (lane_due_at = 'infinity') <> (lane_error IS NOT NULL))""",
+    "only a live attempt can be logging, and a lane of logs belongs to a run": """
+        SELECT l.run_id FROM lanes l LEFT JOIN runs r ON r.run_id = l.run_id
+         WHERE r.run_id IS NULL OR r.attempt = 0 OR r.receiver <> l.receiver""",
+    # --- the ledger ----------------------------------------------------------------------------------
+    "the ledger has applied each fact once, in order, and all that is acknowledged": """
+        SELECT coalesce(r.run_id, l.run_id) FROM runs r FULL JOIN ledger_runs l ON l.run_id = r.run_id
+         WHERE r.receiver = '' IS NOT FALSE
+           AND (r.run_id IS NULL OR l.applied_seq <> l.applied_facts
+                OR coalesce(l.applied_seq, 0) NOT BETWEEN r.acked_seq AND r.last_seq)""",
+    "a ledger that has everything says what the run says": """
+        SELECT r.run_id FROM runs r JOIN ledger_runs l ON l.run_id = r.run_id AND l.applied_seq = r.last_seq
+         WHERE (l.status, l.attempts, l.play) <> (r.status, r.attempt, r.play)
+            OR l.wait_kind IS DISTINCT FROM CASE WHEN r.status = 'waiting' THEN r.wait_kind END
+            OR (l.wait_until IS NULL) <> (r.wait_until IS NULL)
+            OR abs(extract(epoch FROM l.wait_until - r.wait_until)) > 0.001
+            OR (l.started_at, l.finished_at) IS DISTINCT FROM (r.started_at, r.finished_at)
+            OR l.accepted_at <> r.created_at""",
+    "the ledger has each log line once, in order, and all that is acknowledged": """
+        SELECT l.run_id FROM lanes l LEFT JOIN ledger_logs g ON g.run_id = l.run_id
+         WHERE l.receiver = ''
+         GROUP BY l.run_id
+        HAVING count(g.seq) <> coalesce(max(g.seq), 0) OR count(g.seq) NOT BETWEEN l.acked_seq AND l.last_seq""",
+}
+
+
+def _statement(rules: dict[str, str]) -> str:
+    parts = [
+        f"SELECT {number} AS rule, t.run_id::text AS run_id FROM ({query}) AS t (run_id)"
+        for number, query in enumerate(rules.values())
+    ]
+    return "\nUNION ALL\n".join(parts)
+
+
+async def check_invariants(session: Session, *, ledger: bool = True) -> None:
+    """Fail with every rule that a row breaks. ``ledger`` False: facts go elsewhere than to the ledger here."""
+    rules = {name: query for name, query in _RULES.items() if ledger or "the ledger" not in name}
+    rows = await session.fetch(_in_schema(_statement(rules), session.options.schema))
+    if rows:
+        names = list(rules)
+        broken: dict[str, list[str]] = {}
+        for row in rows:
+            broken.setdefault(names[row["rule"]], []).append(row["run_id"])
+        raise AssertionError("\n".join(f"broken: {name}: {runs[:5]}" for name, runs in broken.items()))
+
+
+_TABLES = ("runs", "facts", "attempts", "receipts", "lanes", "ledger_runs", "ledger_logs")
+
+
+def _in_schema(text: str, schema: str) -> str:
+    for keyword in ("FROM", "JOIN"):
+        for table in _TABLES:
+            text = text.replace(f"{keyword} {table}", f"{keyword} {bundle.quote(schema)}.{table}")
+    return text

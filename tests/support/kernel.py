@@ -1,0 +1,262 @@
+"""The kernel under test: a session on a fresh schema, a clock that only tests move, short names for the doors.
+
+Owns the defaults of test calls. What must always hold of the tables is in ``tests.support.invariants``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+
+from sql import admission, bundle, claim, control, deployment, facts, lanes, leases, settle, timers
+from sql.calls import new_token
+from sql.connection import Session, SessionOptions, open_session
+from sql.types import Lane
+
+PLAYS = ("alpha", "beta")
+LEASE_S = 60.0
+
+# Time stands still until a test moves it, so that every due time can be predicted to the microsecond.
+_FROZEN_CLOCK = """
+CREATE TABLE @schema@.test_clock (stands timestamptz NOT NULL);
+INSERT INTO @schema@.test_clock VALUES ('2030-01-01T00:00:00Z');
+CREATE OR REPLACE FUNCTION @schema@.clock() RETURNS timestamptz
+LANGUAGE sql STABLE PARALLEL SAFE
+AS $$ SELECT stands FROM @schema@.test_clock $$;
+"""
+
+
+def options(dsn: str, schema: str, **changes: Any) -> SessionOptions:
+    """Options of a test's session: short deadlines, so that a wait nobody expects fails the test."""
+    return attrs.evolve(SessionOptions(dsn, schema, statement_timeout_s=20.0, lock_timeout_s=5.0), **changes)
+
+
+@attrs.define
+class Kernel:
+    """The doors of one session with the defaults of tests. ``owner`` is the host it speaks for."""
+
+    session: Session
+    owner: int = 1
+    served: dict[tuple[str, int], int] = attrs.field(factory=dict)
+
+    def render(self, text: str) -> str:
+        """Fill in the schema."""
+        return bundle.render(text, self.session.options.schema)
+
+    async def fetch(self, text: str, *args: Any) -> list[Any]:
+        return await self.session.fetch(self.render(text), *args)
+
+    async def fetchval(self, text: str, *args: Any) -> Any:
+        return await self.session.fetchval(self.render(text), *args)
+
+    async def execute(self, text: str, *args: Any) -> None:
+        await self.session.execute(self.render(text), *args)
+
+    # --- time ----------------------------------------------------------------------------------------
+
+    async def freeze_clock(self) -> None:
+        """From now on only ``advance`` moves the kernel's time."""
+        await self.session.script(self.render(_FROZEN_CLOCK))
+
+    async def advance(self, seconds: float) -> None:
+        await self.execute(
+            "UPDATE @schema@.test_clock SET stands = stands + make_interval(secs => $1)", seconds
+        )
+
+    # --- runs ----------------------------------------------------------------------------------------
+
+    def bucket(self, play: str = "alpha", priority: int = 0) -> int:
+        return self.served[play, priority]
+
+    def buckets(self, plays: Sequence[str] = PLAYS) -> claim.Buckets:
+        """Every bucket of some plays, without release and environment."""
+        mine = [(bucket, priority) for (play, priority), bucket in self.served.items() if play in plays]
+        return claim.Buckets(tuple(bucket for bucket, _ in mine), tuple(priority for _, priority in mine))
+
+    def submission(self, play: str = "alpha", *, input: Any = None, **fields: Any) -> admission.Submission:
+        """One item for ``admit``; a run id that the test gives counts as the caller's own."""
+        named = "run_id" in fields
+        run_id = fields.pop("run_id", None) or f"run-{secrets.token_hex(8)}"
+        priority = fields.pop("priority", 0)
+        return admission.Submission(
+            run_id, named, play, self.bucket(play, priority), priority, json.dumps(input), **fields
+        )
+
+    async def admit(
+        self, items: Sequence[admission.Submission], *, lease_s: float = LEASE_S
+    ) -> list[admission.Admitted]:
+        return await admission.admit(
+            self.session, items, owner=self.owner, lease_s=lease_s, release_id=None, environment=None
+        )
+
+    async def submit(self, play: str = "alpha", **fields: Any) -> str:
+        """Admit one run that must be new, and return its id."""
+        (answer,) = await self.admit([self.submission(play, **fields)])
+        assert answer.outcome == "created", answer
+        return answer.run_id
+
+    async def claim(
+        self,
+        limit: int = 100,
+        *,
+        plays: Sequence[str] = PLAYS,
+        token: int | None = None,
+        lease_s: float = LEASE_S,
+        oldest: bool = False,
+        low_water: Any = None,
+    ) -> list[claim.Claimed]:
+        claimed, _ = await claim.claim(
+            self.session,
+            self.buckets(plays),
+            owner=self.owner,
+            token=token or new_token(),
+            limit=limit,
+            lease_s=lease_s,
+            oldest=oldest,
+            low_water=low_water,
+        )
+        return claimed
+
+    async def started(self, play: str = "alpha", **fields: Any) -> claim.Claimed:
+        """A new run with a live attempt of this host."""
+        run_id = await self.submit(play, **fields)
+        taken = [item for item in await self.claim() if item.run_id == run_id]
+        assert taken, "somebody else took it"
+        return taken[0]
+
+    async def settle(self, item: claim.Claimed, outcome: str, **fields: Any) -> settle.Settled:
+        (answer,) = await settle.settle(
+            self.session,
+            [settle.Settlement(item.run_id, item.attempt, item.token, outcome, **fields)],
+        )
+        return answer
+
+    async def complete(self, item: claim.Claimed, output: Any = None) -> settle.Settled:
+        return await self.settle(item, "completed", payload=json.dumps({"output": output}))
+
+    async def park(self, item: claim.Claimed, **delays_s: float) -> settle.Settled:
+        waits = [{"key": key, "kind": "sleep", "delay_s": delay} for key, delay in delays_s.items()]
+        (answer,) = await settle.park(
+            self.session,
+            [settle.Settlement(item.run_id, item.attempt, item.token, "parked", waits=json.dumps(waits))],
+        )
+        return answer
+
+    async def renew(self, item: claim.Claimed, lease_s: float = LEASE_S) -> leases.Renewal:
+        (answer,) = await leases.renew(self.session, [item], lease_s=lease_s)
+        return answer
+
+    async def say(
+        self, item: claim.Claimed, ordinal: int, lane: Lane = Lane.LIFECYCLE, payload: Any = None
+    ) -> str:
+        (answer,) = await facts.append(self.session, [saying(item, ordinal, lane, payload)])
+        return answer
+
+    async def cancel(self, run_id: str, request_id: str = "r", *, mark: bool = False) -> str:
+        (answer,) = await control.cancel(
+            self.session, [control.Cancellation(run_id, request_id, "why", "tester")], mark=mark
+        )
+        return answer.answer
+
+    async def expire(self, limit: int = 100, crash_cap: int = 5) -> timers.Expiry:
+        return await timers.expire(self.session, limit=limit, crash_cap=crash_cap)
+
+    async def status(self, run_id: str) -> str | None:
+        return await self.fetchval("SELECT status FROM @schema@.runs WHERE run_id = $1", run_id)
+
+    async def fact_types(self, run_id: str, lane: Lane = Lane.LIFECYCLE) -> list[str]:
+        return [fact.type for fact in await facts.read(self.session, run_id) if fact.lane is lane]
+
+    # --- lanes ---------------------------------------------------------------------------------------
+
+    async def claim_lanes(
+        self,
+        lane: Lane = Lane.LIFECYCLE,
+        *,
+        token: int | None = None,
+        limit: int = 100,
+        prefix: int = 8,
+        lease_s: float = 30.0,
+        oldest: bool = False,
+    ) -> list[lanes.Prefix]:
+        prefixes, _ = await lanes.claim(
+            self.session,
+            lane,
+            receivers=[lanes.OWN_LEDGER],
+            token=token or new_token(),
+            limit=limit,
+            prefix=prefix,
+            lease_s=lease_s,
+            oldest=oldest,
+        )
+        return prefixes
+
+    async def apply(self, prefix: lanes.Prefix) -> bool:
+        """What a ledger does with a delivery."""
+        applied, _ = await lanes.apply(
+            self.session, prefix.lane, [(prefix.run_id, prefix.seqs[0], prefix.through)]
+        )
+        return prefix.run_id in applied
+
+    async def acknowledge(
+        self, item: lanes.Prefix, *, prefix: int = 0, lease_s: float = 30.0
+    ) -> lanes.Acknowledged:
+        (answer,) = await lanes.acknowledge(self.session, item.lane, [item], prefix=prefix, lease_s=lease_s)
+        return answer
+
+    async def hand_back(self, item: lanes.Prefix, **fields: Any) -> str:
+        (answer,) = await lanes.hand_back(
+            self.session, item.lane, [lanes.HandBack(item.run_id, item.token, **fields)]
+        )
+        return answer
+
+    async def deliver(
+        self, lane: Lane = Lane.LIFECYCLE, *, limit: int = 100, prefix: int = 64, oldest: bool = False
+    ) -> lanes.Turn:
+        return await lanes.deliver(
+            self.session, lane, receivers=[lanes.OWN_LEDGER], limit=limit, prefix=prefix, oldest=oldest
+        )
+
+
+def saying(
+    item: claim.Claimed, ordinal: int, lane: Lane = Lane.LIFECYCLE, payload: Any = None
+) -> facts.Saying:
+    """One fact that a live attempt has to say."""
+    type_, default = (
+        ("run.progress", {"done": ordinal, "total": 10})
+        if lane is Lane.LIFECYCLE
+        else ("run.log", {"message": f"line {ordinal}"})
+    )
+    return facts.Saying(
+        item.run_id,
+        item.attempt,
+        item.token,
+        ordinal,
+        lane,
+        type_,
+        json.dumps(default if payload is None else payload),
+    )
+
+
+async def prepare(session: Session, *, plays: Sequence[str] = PLAYS, owner: int = 1) -> Kernel:
+    """Build the schema of a session (or find it built), register the plays, and return its doors."""
+    await deployment.ensure(session)
+    await admission.register_host(
+        session, host=owner, name=f"host-{owner}", pid=owner, version="test", crash_caps=dict.fromkeys(plays, 5)
+    )
+    served, _ = await admission.play_buckets(session, plays, release_id=None, environment=None)
+    return Kernel(session, owner, served)
+
+
+@asynccontextmanager
+async def open_kernel(
+    dsn: str, schema: str, *, owner: int = 1, plays: Sequence[str] = PLAYS, **changes: Any
+) -> AsyncIterator[Kernel]:
+    """A host's connection to the schema, which the first one builds."""
+    async with open_session(options(dsn, schema, **changes), f"test-{owner}") as session:
+        yield await prepare(session, plays=plays, owner=owner)
