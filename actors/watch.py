@@ -37,6 +37,7 @@ class Waiters:
     def __init__(self) -> None:
         self._by_run: dict[str, list[Reply[status.Terminal]]] = defaultdict(list)
         self._fresh: set[str] = set()
+        self._closed: RunlaneError | None = None
 
     def __len__(self) -> int:
         return len(self._by_run)
@@ -44,6 +45,9 @@ class Waiters:
     def add(self, run_id: str, *, running_here: bool = False) -> Reply[status.Terminal]:
         """Wait for this run's end. It may have ended before, unless its attempt runs on this host."""
         reply: Reply[status.Terminal] = Reply()
+        if self._closed is not None:
+            reply.set_error(self._closed)
+            return reply
         self._by_run[run_id].append(reply)
         if not running_here:
             self._fresh.add(run_id)
@@ -61,6 +65,14 @@ class Waiters:
         """The run has ended (or does not exist)."""
         for reply in self._by_run.pop(terminal.run_id, ()):
             reply.set_result(terminal)
+
+    def close(self, error: RunlaneError) -> None:
+        """Nobody looks any more: whoever waits, or comes to wait, hears why."""
+        self._closed = error
+        for replies in self._by_run.values():
+            for reply in replies:
+                reply.set_error(error)
+        self._by_run.clear()
 
     def waited_for(self, run_id: str) -> bool:
         """Whether anybody waits for this run."""

@@ -93,6 +93,7 @@ class Verbs(click.Group):
     """A group whose verbs end with one line and a code on every expected error."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb."""
         try:
             return super().invoke(ctx)
         except RunlaneError as error:
@@ -105,19 +106,21 @@ class Verbs(click.Group):
         raise click.exceptions.Exit(refusal.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order in which people need them
+        """The verbs in the order in which people need them."""
+        return list(self.commands)
 
 
 # --- options that several verbs have -----------------------------------------------------------------
 
 
 def _remember(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-    settings = ctx.ensure_object(Settings)
+    settings = ctx.ensure_object(Settings)  # the group's, or the verb's if the group was given none
     if value:
         setattr(settings, str(parameter.name), value)
 
 
 def database_options(verb: F) -> F:
+    """``--dsn`` and ``--schema``."""
     verb = click.option(
         "--schema",
         expose_value=False,
@@ -133,6 +136,7 @@ def database_options(verb: F) -> F:
 
 
 def json_option(verb: F) -> F:
+    """``--json``."""
     return click.option(
         "--json",
         "as_json",
@@ -143,6 +147,6 @@ def json_option(verb: F) -> F:
     )(verb)
 
 
-def settings() -> Settings:
+def settings_of_command() -> Settings:
     """The settings of the command that runs."""
     return click.get_current_context().ensure_object(Settings)

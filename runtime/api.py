@@ -21,20 +21,20 @@ import trio
 
 from actors.admission import Admission
 from actors.control import CancelRequest
-from actors.core import EscalatedActor, Reply, bounded_cleanup
+from actors.core import EscalatedActor, Reply, bounded_cleanup, leaves
 from runtime import host as composition
 from runtime import ids
-from runtime.codec import JsonCodec
+from runtime.codec import JsonCodec, preview
 from runtime.config import RuntimeConfig
 from runtime.embedded import embedded_server
 from runtime.handle import Door, Handle
 from runtime.health import serve_health
 from runtime.ledger import Ledger
 from runtime.plays import Play, index_plays
-from runtime.submit import Submit, check_admitted
+from runtime.submit import Submit, check_admitted, check_play_name
 from sql import facts, status
 from sql.control import Cancellation
-from sql.errors import HostFailed, InputRefused, OutcomeUnknown, RunlaneError, RunNotFound
+from sql.errors import HostFailed, HostStopping, InputRefused, OutcomeUnknown, RunlaneError, RunNotFound
 from sql.status import AttemptRecord, Terminal
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Fact, RunStatus
 
@@ -59,11 +59,16 @@ class _Course:
         self.body.cancel()
 
     def conclude(self) -> None:
-        """Raise what the block raised, or why it was ended."""
-        if self.error is not None:
+        """Raise what the block raised, or why it was ended: that its verbs were then refused is no news."""
+        if self.error is not None and not (self.failure is not None and _consequence(self.error)):
             raise self.error
         if self.failure is not None:
             raise self.failure
+
+
+def _consequence(error: BaseException) -> bool:
+    """Whether an error says no more than that the runtime has stopped."""
+    return all(isinstance(leaf, (HostStopping, OutcomeUnknown, trio.Cancelled)) for leaf in leaves(error))
 
 
 class Runtime:
@@ -168,6 +173,7 @@ class Runtime:
         # The supervisor bounds its own stop; the cleanup's bound only catches a supervisor that fails to.
         with bounded_cleanup(self._config.shutdown_budget_s + self._config.release_budget_s):
             await self._host.supervisor.stop()
+        self._host.waiters.close(HostStopping("the runtime has stopped; the run goes on without it"))
         self._stopped.set()
         self._signals.cancel()
         nursery.cancel_scope.deadline = trio.current_time() + 2 * _HEALTH_GRACE_S
@@ -313,11 +319,13 @@ class Runtime:
         return found
 
     async def attempts(self, run_id: str) -> Sequence[AttemptRecord]:
-        """The attempts of a run that have ended, oldest first."""
+        """The attempts of a run that have ended, oldest first. Raises RunNotFound."""
         ids.check_run_id(run_id)
         found: Sequence[AttemptRecord] = await self._ask(
             lambda session: status.read_attempts(session, run_id)
         )
+        if not found:
+            await self.status(run_id)
         return found
 
     async def runs(
@@ -360,13 +368,16 @@ class Runtime:
         limit: int,
         after: str | None,
     ) -> list[RunStatus]:
-        if wanted is not None and wanted not in OPEN_STATUSES | TERMINAL_STATUSES:
-            known = ", ".join(sorted(OPEN_STATUSES | TERMINAL_STATUSES))
-            raise InputRefused("status", f"must be one of {known}, not {wanted!r}")
+        known = OPEN_STATUSES | TERMINAL_STATUSES
+        if wanted is not None and not (isinstance(wanted, str) and wanted in known):
+            raise InputRefused("status", f"must be one of {', '.join(sorted(known))}, not {preview(wanted)}")
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= _MOST_LISTED:
             raise InputRefused("limit", f"must be a whole number from 1 to {_MOST_LISTED}, not {limit!r}")
         if after is not None:
             ids.check_run_id(after)
+        if play is not None:
+            check_play_name(play)
+        ids.check_org_id(org_id)
         checked = ids.check_labels(labels)
         text = None
         if checked:
@@ -412,8 +423,9 @@ def _pair(item: Any) -> tuple[Play | str, Any]:
 
 
 def _text(field: str, value: str | None) -> str | None:
-    if value is not None and (not isinstance(value, str) or "\x00" in value or len(value) > 2_000):
-        raise InputRefused(field, "must be text of at most 2000 characters without NUL")
+    fits = value is None or (isinstance(value, str) and len(value) <= 2_000 and "\x00" not in value)
+    if not fits or (value is not None and not value.isascii() and value != value.encode("utf-8", "ignore").decode()):
+        raise InputRefused(field, "must be text of at most 2000 characters without NUL or lone surrogates")
     return value
 
 

@@ -1,6 +1,6 @@
 """The command line: ``python -m runtime`` and ``runlane``.
 
-Owns the verbs, their options, what an error looks like and which exit code it has. The verbs of a client open one
+Owns the verbs and their options. The verbs of a client open one
 session and call the kernel's doors; only ``serve`` and ``demo`` start hosts.
 """
 
@@ -9,41 +9,36 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import attrs
 import click
 import trio
 
 from runtime import _cli_show as show
 from runtime import _client, ids, logs
 from runtime import serve as hosting
+from runtime._cli_base import (
+    EXIT_CODES,
+    FAILED,
+    NO_DATABASE,
+    Refusal,
+    Verbs,
+    database_options,
+    json_option,
+    settings_of_command,
+)
 from runtime.api import Runtime
 from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
 from runtime.demo import run_demo
-from runtime.embedded import EmbeddedError
 from runtime.handle import output_of
 from sql import control, deployment, due, facts, status, submit
 from sql.connection import Session
-from sql.errors import (
-    ConfigError,
-    DatabaseError,
-    InputRefused,
-    InvalidPlay,
-    LinkLost,
-    RunCancelled,
-    RunFailed,
-    RunlaneError,
-    RunNotFound,
-    SchemaNotReady,
-)
+from sql.errors import InputRefused, LinkLost, RunNotFound
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES
 
-F = TypeVar("F", bound=Callable[..., Any])
 
 @click.group(cls=Verbs, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @json_option
@@ -88,7 +83,7 @@ def demo(seconds: float) -> None:
       runlane demo
       runlane demo --seconds 60 --json
     """
-    settings = base.settings()
+    settings = settings_of_command()
     if not run_demo(settings.dsn, settings.schema, seconds=seconds, as_json=settings.as_json):
         raise click.exceptions.Exit(FAILED)
 
@@ -135,7 +130,7 @@ def serve(
       runlane serve --plays myapp.plays
       runlane serve --plays myapp.plays:nightly --slots 50 --health-port 8080
     """
-    settings = base.settings()
+    settings = settings_of_command()
     config = settings.config(
         slots=slots,
         health_host=health_host,
@@ -148,7 +143,7 @@ def serve(
     def announce(runtime: Runtime) -> None:
         ready = hosting.ready(runtime)
         if settings.as_json:
-            show.printjson_option(ready)
+            show.print_json(ready)
         else:
             click.echo(" ".join(f"{name}={value}" for name, value in ready.items() if value is not None))
         sys.stdout.flush()
@@ -175,13 +170,13 @@ def migrate(check: bool) -> None:
       runlane migrate
       runlane migrate --check --dsn postgresql://owner@db/app
     """
-    settings = base.settings()
+    settings = settings_of_command()
     config = settings.config()
     if check:
         readiness = _client.ask(config, deployment.check)
         missing = list(readiness.missing)
         if settings.as_json:
-            show.printjson_option({"schema": config.schema, "ready": readiness.ready, "missing": missing})
+            show.print_json({"schema": config.schema, "ready": readiness.ready, "missing": missing})
         elif readiness.ready:
             click.echo(f"schema {config.schema} is ready")
         if not readiness.ready:
@@ -189,7 +184,7 @@ def migrate(check: bool) -> None:
         return
     changed = _client.ask(config, deployment.ensure)
     if settings.as_json:
-        show.printjson_option({"schema": config.schema, "ready": True, "changed": changed})
+        show.print_json({"schema": config.schema, "ready": True, "changed": changed})
     else:
         click.echo(f"schema {config.schema} {'brought up to date' if changed else 'was up to date'}")
 
@@ -222,7 +217,7 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
       runlane submit audit '{"path": "/srv"}' --idempotency-key srv-2026-01-31
       generate-input | runlane submit report - --label team=ops --wait
     """
-    settings = base.settings()
+    settings = settings_of_command()
     config = settings.config()
     text = _input_text(input, config)
     options = _submit_options(options, config)
@@ -243,7 +238,7 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
         created = created or own_id
         if not wait:
             if settings.as_json:
-                show.printjson_option({"run_id": run_id, "created": created})
+                show.print_json({"run_id": run_id, "created": created})
             else:
                 click.echo(run_id)
                 if not created:
@@ -253,12 +248,12 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
             click.echo(f"run {run_id}", err=True)
         terminal = trio.run(_client.wait_for_end, found, run_id)
     if settings.as_json:
-        show.printjson_option(
+        show.print_json(
             {"run_id": run_id, "created": created, "status": terminal.status, **(terminal.payload or {})}
         )
     output = output_of(terminal)
     if not settings.as_json:
-        show.printjson_option(output)
+        show.print_json(output)
 
 
 def _input_text(given: str | None, config: RuntimeConfig) -> str:
@@ -326,7 +321,7 @@ def status_verb(run_id: str, most: int) -> None:
       runlane status 0199b7a4-7d5c-7c1e-9d3a-6f0c1f1c2d3e
       runlane status nightly-42 --facts 100 --json
     """
-    settings = base.settings()
+    settings = settings_of_command()
     ids.check_run_id(run_id)
 
     async def body(session: Session) -> tuple[Any, Any, Any]:
@@ -340,7 +335,7 @@ def status_verb(run_id: str, most: int) -> None:
     # Both lanes in the order of time; within one lane the order of its numbers always stands.
     found = sorted(found, key=lambda fact: fact.created_at)[-most:] if most else []
     if settings.as_json:
-        show.printjson_option(show.run_record(run, attempts, found))
+        show.print_json(show.run_record(run, attempts, found))
     else:
         show.show_run(run, attempts, found)
 
@@ -365,7 +360,7 @@ def cancel_verb(run_id: str, reason: str | None) -> None:
       runlane cancel 0199b7a4-7d5c-7c1e-9d3a-6f0c1f1c2d3e --reason duplicate
       runlane cancel nightly-42 --json
     """
-    settings = base.settings()
+    settings = settings_of_command()
     config = settings.config()
     request = control.Cancellation(ids.check_run_id(run_id), ids.new_run_id(), reason, "command line")
 
@@ -380,7 +375,7 @@ def cancel_verb(run_id: str, reason: str | None) -> None:
         raise RunNotFound(run_id)
     stands = "cancelled" if answer == "cancelled_before" else answer
     if settings.as_json:
-        show.printjson_option({"run_id": run_id, "won": answer == "cancelled", "status": stands})
+        show.print_json({"run_id": run_id, "won": answer == "cancelled", "status": stands})
     elif stands not in ("completed", "failed"):
         words = {"cancelled": "cancelled", "pending": "pending: the request is recorded"}
         click.echo("was cancelled before" if answer == "cancelled_before" else words[answer])
@@ -418,7 +413,7 @@ def runs_verb(
       runlane runs --status failed --play audit
       runlane runs --label team=ops --limit 100 --json
     """
-    settings = base.settings()
+    settings = settings_of_command()
     wanted_labels = _labels(labels)
     if after is not None:
         ids.check_run_id(after)
@@ -437,7 +432,7 @@ def runs_verb(
     found = _client.ask(settings.config(), body)
     following = found[-1].run_id if len(found) == limit else None
     if settings.as_json:
-        show.printjson_option({"runs": [show.runjson_option(run) for run in found], "next": following})
+        show.print_json({"runs": [show.run_json(run) for run in found], "next": following})
         return
     if not found:
         click.echo("no runs", err=True)

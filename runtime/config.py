@@ -16,6 +16,7 @@ import attrs
 import cattrs
 
 from runtime.codec import preview
+from sql.bundle import SCHEMA_PATTERN
 from sql.errors import ConfigError
 
 PREFIX = "RUNLANE_"
@@ -25,7 +26,6 @@ FOREIGN_PREFIXES = ("RUNLANE_TEST_", "RUNLANE_DEMO_")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_DEPTH = 256
 MAX_PAYLOAD_BYTES = 64 * 1_048_576
-MAX_SCHEMA_BYTES = 63
 
 _SECRET = frozenset({"dsn", "listen_dsn"})
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -86,9 +86,9 @@ def _flag(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 
 def _schema(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    fits = isinstance(value, str) and value.isprintable() and 1 <= len(value.encode()) <= MAX_SCHEMA_BYTES
+    fits = isinstance(value, str) and SCHEMA_PATTERN.fullmatch(value)
     if not fits or value.startswith("pg_") or value == "information_schema":
-        allowed = f"a schema name of 1 to {MAX_SCHEMA_BYTES} bytes that is not one of Postgres' own (pg_…)"
+        allowed = "a schema name of 1 to 63 letters, digits or _ that is not one of Postgres' own (pg_…)"
         raise _refuse(attribute.name, value, allowed)
 
 

@@ -7,7 +7,7 @@ attempt through its scope, and what is said travels with the facts actor.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +15,16 @@ import attrs
 import trio
 
 from actors.attempts import Attempt, Why
-from runtime.codec import JsonCodec
+from runtime.codec import JsonCodec, preview, scrub
 from sql.errors import InputRefused, RunCancelled
 from sql.types import Lane
 
 _LOG_BYTES = 65_536
 _MAX_SLEEP_S = 315_576_000.0
 _MAX_KEY = 255
+_MAX_NUMBER = sys.float_info.max
+# Tasks that were started beside a wait come to their own waits first, so that all of them count from now.
+_TURNS_FOR_SIBLINGS = 3
 
 
 @attrs.define(slots=True)
@@ -90,7 +93,7 @@ class Context:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise InputRefused("seconds", f"must be a number, not {type(seconds).__name__}")
         if not 0 <= seconds <= _MAX_SLEEP_S:
-            raise InputRefused("seconds", f"must be from 0 to {_MAX_SLEEP_S:.0f} (10 years), not {seconds}")
+            raise InputRefused("seconds", f"must be from 0 to {_MAX_SLEEP_S:.0f} (10 years), not {preview(seconds)}")
         self._check_live()
         key = self._wait_key(key)
         left = self._attempt.claimed.receipts.get(key, seconds)
@@ -101,6 +104,8 @@ class Context:
             await trio.sleep(left)
             return True
         self.waits[key] = Wait(key, "sleep", float(seconds))
+        for _ in range(_TURNS_FOR_SIBLINGS):
+            await trio.lowlevel.checkpoint()
         self._attempt.stop(Why.PARKED)
         return False
 
@@ -110,12 +115,23 @@ class Context:
         Never fails and never waits. ``fields`` are JSON; what cannot be stored is replaced and says so.
         """
         self._check_live()
-        record: dict[str, Any] = {"message": str(message), "attempt": self.attempt}
-        if fields:
-            record["fields"] = fields
-        text, _ = self._codec.encode_output(record, limit_bytes=_LOG_BYTES, max_depth=self._max_depth)
-        if self._attempt.say(Lane.OBSERVABILITY, "run.log", text):
+        if self._attempt.say(Lane.OBSERVABILITY, "run.log", self._log_record(message, fields)):
             self._say(self._attempt)
+
+    def _log_record(self, message: Any, fields: dict[str, Any]) -> str:
+        """The JSON text of a log line. The message stays readable whatever becomes of the fields."""
+        try:
+            shown = message if isinstance(message, str) else str(message)
+        except Exception:  # the caller's own object
+            shown = preview(message)
+        line = json.dumps(scrub(shown, _LOG_BYTES), ensure_ascii=False)
+        if not fields:
+            return f'{{"attempt":{self.attempt},"message":{line}}}'
+        try:
+            text, _ = self._codec.encode_output(fields, limit_bytes=_LOG_BYTES, max_depth=self._max_depth)
+        except Exception as exc:  # their serializer's own
+            text = json.dumps({"$replaced": {"reason": "payload_not_json", "detail": type(exc).__name__}})
+        return f'{{"attempt":{self.attempt},"fields":{text},"message":{line}}}'
 
     def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the run has come. Only the latest word within ``flush_ms`` is stored."""
@@ -123,8 +139,9 @@ class Context:
         for name, value in (("done", done), ("total", total)):
             if value is None and name == "total":
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise InputRefused(name, f"must be a finite number, not {value!r}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not -_MAX_NUMBER <= value <= _MAX_NUMBER:
+                raise InputRefused(name, f"must be a finite number, not {preview(value)}")
         record = {"done": done, "total": total, "attempt": self.attempt}
         self._attempt.say(Lane.LIFECYCLE, "run.progress", json.dumps(record), replaces=True)
         self._say(self._attempt)
@@ -143,10 +160,8 @@ class Context:
                 )
             self._ordinal += 1
             key = f"#{self._ordinal}"
-        elif (
-            not isinstance(key, str) or not 1 <= len(key) <= _MAX_KEY or "\x00" in key or key.startswith("#")
-        ):
-            raise InputRefused("key", f"must be 1 to {_MAX_KEY} characters and not begin with #")
+        elif not isinstance(key, str) or not 1 <= len(key) <= _MAX_KEY or key[0] == "#" or not key.isprintable():
+            raise InputRefused("key", f"must be 1 to {_MAX_KEY} printable characters and not begin with #")
         if key in self._keys:
             raise InputRefused("key", f"{key!r} already names another wait of this run")
         self._keys.add(key)

@@ -15,6 +15,7 @@ import attrs
 import trio
 
 from actors.attempts import Attempt, Why
+from actors.core import leaves
 from actors.executors import released
 from runtime.codec import JsonCodec, error_record
 from runtime.config import RuntimeConfig
@@ -63,14 +64,14 @@ class Executor:
             max_depth=self._config.max_depth,
         )
         output: Any = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         ended = False
         with attempt.scope:
             try:
                 output = await self._play(play, context, attempt)
                 ended = True
-            except Exception as exc:
-                failure = exc
+            except BaseException as exc:
+                failure = _fault(attempt, exc)
                 ended = True
         ending = self._ending(play, context, attempt, ended, output, failure)
         if ending is not None and attempt.has_unstored:
@@ -108,7 +109,7 @@ class Executor:
         attempt: Attempt,
         ended: bool,
         output: Any,
-        failure: Exception | None,
+        failure: BaseException | None,
     ) -> Settlement | None:
         if attempt.why in (Why.CANCELLED, Why.LOST):
             return None
@@ -141,7 +142,7 @@ class Executor:
             attempt, "completed", f'{{"output":{text},"replaced":{json.dumps(replaced)}}}'
         )
 
-    def _failed(self, play: Play, attempt: Attempt, failure: Exception) -> Settlement:
+    def _failed(self, play: Play, attempt: Attempt, failure: BaseException) -> Settlement:
         failures = attempt.claimed.failures
         payload = json.dumps({"error": error_record(failure), "failures": failures + 1})
         final = failures >= play.retries or isinstance(failure, PayloadRefused)
@@ -179,6 +180,23 @@ class Executor:
             attempt.stored = trio.Event()
         self._flush()
         await attempt.stored.wait()
+
+
+def _fault(attempt: Attempt, exc: BaseException) -> BaseException:
+    """What a play raised, if that is its failure: also SystemExit, which would otherwise end every other play.
+
+    A cancellation goes on, alone: what was raised beside it is noise of the stop. So does KeyboardInterrupt.
+    """
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(exc)):
+        raise exc
+    if isinstance(exc, trio.Cancelled):
+        raise exc
+    if isinstance(exc, BaseExceptionGroup):
+        cancelled, rest = exc.split(trio.Cancelled)
+        if cancelled is not None:
+            log.info("event=raised_while_cancelled run=%s error=%r", attempt.run_id, rest)
+            raise cancelled
+    return exc
 
 
 def unstorable(ending: Settlement, fault: ItemFault) -> Settlement:

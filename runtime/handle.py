@@ -5,6 +5,8 @@ Owns how a terminal fact becomes an output or an error. It keeps no state of the
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ import attrs
 import trio
 
 from actors.core import Reply
-from sql.errors import ResultTimeout, RunCancelled, RunFailed, RunNotFound
+from runtime.codec import preview
+from sql.errors import InputRefused, ResultTimeout, RunCancelled, RunFailed, RunNotFound
 from sql.status import Terminal
 from sql.types import CancelOutcome, RunStatus
 
@@ -42,15 +45,16 @@ class Handle:
         """The run's output, once it has ended.
 
         Raises RunFailed or RunCancelled when it ended so, RunNotFound, or ResultTimeout when ``timeout`` seconds
-        passed first; the run then goes on.
+        passed first; the run then goes on. Raises HostStopping when the runtime stops first.
         """
+        limit_s = _checked_timeout(timeout)
         reply = self._door.wait(self.run_id)
         try:
-            with trio.move_on_after(float("inf") if timeout is None else timeout):
+            with trio.move_on_after(limit_s):
                 return output_of(await reply.wait())
         finally:
             self._door.forget(self.run_id, reply)
-        raise ResultTimeout(f"run {self.run_id} has not ended within {timeout:g} s; it goes on")
+        raise ResultTimeout(f"run {self.run_id} has not ended within {limit_s:g} s; it goes on")
 
     async def status(self) -> RunStatus:
         """What is now. Raises RunNotFound."""
@@ -59,6 +63,14 @@ class Handle:
     async def cancel(self, *, reason: str | None = None) -> CancelOutcome:
         """End the run as cancelled, and say who won."""
         return await self._door.cancel(self.run_id, reason)
+
+
+def _checked_timeout(timeout: Any) -> float:
+    if timeout is None:
+        return math.inf
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise InputRefused("timeout", f"must be a number of seconds from 0, or None, not {preview(timeout)}")
+    return float(min(timeout, sys.float_info.max))
 
 
 def output_of(terminal: Terminal) -> Any:

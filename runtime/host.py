@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -59,6 +59,7 @@ _TURN_SINGLE = 8
 _PREFIX_IN_DATABASE = 100
 _RECEIVERS = (lanes.OWN_LEDGER,)
 _BLOCKED_AFTER_S = 2.0
+_MOST_WAITING = 2_000
 # What a stop gives an actor that has only a statement to finish.
 _SHORT_S = 2.0
 
@@ -86,181 +87,281 @@ async def compose(
     config: RuntimeConfig, plays: Mapping[str, Play], ledger: Ledger | None, codec: JsonCodec
 ) -> Host:
     """Make sure of the schema, register this host, and put its actors together. Starts nothing."""
-    assert config.dsn is not None
-    options = session_options(config)
     owner = secrets.randbits(62) + 1
     identity = _identity(config, owner, plays)
+    options = session_options(config)
     buckets = await _register(options, config, plays, identity)
+    return _Composition(config, plays, codec, owner, options, buckets).host(identity, ledger)
 
-    ears = (
-        options if config.listen_dsn is None else attrs.evolve(options, dsn=config.listen_dsn, pooled=False)
-    )
-    notify = config.notify and not ears.pooled
-    hints = Hints()
-    attempts = Attempts(config.slots, config.lease_s, freed=hints.freed, added=hints.added)
-    waiters = Waiters()
-    metrics = Metrics()
-    reports = Reports(metrics)
 
-    admissions: Mailbox[Admission] = Mailbox("admission", 2_000, abandon=_abandon)
-    endings: Mailbox[Settlement] = Mailbox("settle", 10 * config.slots + 1_000)
-    sayings: Mailbox[Attempt] = Mailbox("facts", 10 * config.slots + 1_000)
-    cancellations: Mailbox[CancelRequest] = Mailbox("control", 2_000, wake=hints.control, abandon=_abandon)
-    queries: Mailbox[Query] = Mailbox("watch", 2_000, wake=hints.wake_watch, abandon=_abandon)
+class _Composition:
+    """What the actors of one host share, and each group of them."""
 
-    facts_actor = Facts(options, sayings, attempts, hints, flush_s=config.flush_ms / 1000)
-    execute = Executor(plays, codec, config, say=_Say(sayings), flush=facts_actor.hurry.set)
-    executors = Executors(attempts, execute, endings, on_start=reports.claimed)
-    listener = Listener(
-        ears,
-        hints,
-        host=owner,
-        buckets=[bucket for by_priority in buckets.values() for bucket in by_priority.values()],
-        receivers=_RECEIVERS,
-        backstop_s=config.backstop_s,
-        notify=notify,
-    )
-    watchdog = Watchdog(
-        hints,
-        blocked_after_s=_BLOCKED_AFTER_S,
-        lease_s=config.lease_s,
-        backstop_s=config.backstop_s,
-        reachable_at=lambda: listener.reachable_at,
-    )
-    claim = Claim(
-        options,
-        _claimable(buckets),
-        attempts,
-        hints,
-        executors.start,
-        owner=owner,
-        lease_s=config.lease_s,
-    )
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        plays: Mapping[str, Play],
+        codec: JsonCodec,
+        owner: int,
+        options: SessionOptions,
+        buckets: Mapping[str, Mapping[int, int]],
+    ) -> None:
+        self.config = config
+        self.plays = plays
+        self.codec = codec
+        self.owner = owner
+        self.options = options
+        self.buckets = buckets
+        self.hints = hints = Hints()
+        self.attempts = Attempts(config.slots, config.lease_s, freed=hints.freed, added=hints.added)
+        self.waiters = Waiters()
+        self.metrics = Metrics()
+        self.reports = Reports(self.metrics)
+        # Endings and sayings are bounded by the attempts that can have any.
+        room = 10 * config.slots + 1_000
+        self.endings: Mailbox[Settlement] = Mailbox("settle", room)
+        self.sayings: Mailbox[Attempt] = Mailbox("facts", room)
+        self.admissions: Mailbox[Admission] = Mailbox("admission", _MOST_WAITING, abandon=_abandon)
+        self.cancellations: Mailbox[CancelRequest] = Mailbox(
+            "control", _MOST_WAITING, wake=hints.control, abandon=_abandon
+        )
+        self.queries: Mailbox[Query] = Mailbox(
+            "watch", _MOST_WAITING, wake=hints.wake_watch, abandon=_abandon
+        )
+        self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
+        execute = Executor(plays, codec, config, say=_Say(self.sayings), flush=self.facts.hurry.set)
+        self.executors = Executors(self.attempts, execute, self.endings, on_start=self.reports.claimed)
+        self.claim = Claim(
+            options,
+            _claimable(buckets),
+            self.attempts,
+            hints,
+            self.executors.start,
+            owner=owner,
+            lease_s=config.lease_s,
+        )
+        self.listener = self._listener()
+        self.watchdog = Watchdog(
+            hints,
+            blocked_after_s=_BLOCKED_AFTER_S,
+            lease_s=config.lease_s,
+            backstop_s=config.backstop_s,
+            reachable_at=lambda: self.listener.reachable_at,
+        )
 
-    def on_settled(item: Settlement, answer: Settled) -> None:
-        reports.settled(item, answer)
-        if answer.answer == "done" and item.outcome in TERMINAL_STATUSES and waiters.waited_for(item.run_id):
-            payload = codec.decode(item.payload)
-            waiters.tell(status.Terminal(item.run_id, item.outcome, payload))
+    def host(self, identity: Mapping[str, Any], ledger: Ledger | None) -> Host:
+        """The host. Actors start in this order and stop in the reverse: new work first, leases late, ears last."""
+        children = self._senses()
+        if self.plays:
+            children += self._custody()
+        if self.plays or ledger is not None:
+            children += self._delivery(ledger or PostgresLedger())
+        children += self._control()
+        if self.plays:
+            children += self._work()
+        children += self._admission()
+        supervisor = Supervisor(children, stop_budget_s=self.config.shutdown_budget_s)
+        view = View(
+            identity,
+            self.metrics,
+            self.reports,
+            self.attempts,
+            supervisor,
+            self.listener,
+            self.watchdog,
+            self._count,
+        )
+        return Host(
+            identity=identity,
+            config=self.config,
+            plays=self.plays,
+            attempts=self.attempts,
+            hints=self.hints,
+            waiters=self.waiters,
+            admissions=self.admissions,
+            cancellations=self.cancellations,
+            queries=self.queries,
+            submissions=Submissions(self.config, self.codec, self.plays, self._buckets_of),
+            executors=self.executors,
+            supervisor=supervisor,
+            view=view,
+        )
 
-    children = [
-        ChildSpec(name="watchdog", actor=watchdog, stop_budget_s=_SHORT_S),
-        ChildSpec(name="listener", actor=listener, stop=hints.to_send.set, stop_budget_s=_SHORT_S),
-        ChildSpec(
-            name="watch",
-            actor=Watch(options, queries, waiters, ended=hints.terminals),
-            mailboxes=[queries],
-            stop_budget_s=_SHORT_S,
-        ),
-    ]
-    if plays:
-        children.append(
-            ChildSpec(
-                name="leases",
-                actor=Leases(
-                    options,
-                    attempts,
+    # --- groups of actors, in start order --------------------------------------------------------------
+
+    def _senses(self) -> list[ChildSpec]:
+        watch = Watch(self.options, self.queries, self.waiters, ended=self.hints.terminals)
+        return [
+            _child("watchdog", self.watchdog, stop=_nothing),
+            _child("listener", self.listener, stop=self.hints.to_send.set),
+            _child("watch", watch, self.queries),
+        ]
+
+    def _custody(self) -> list[ChildSpec]:
+        config, hints = self.config, self.hints
+        leases = Leases(
+            self.options,
+            self.attempts,
+            hints,
+            self.endings,
+            owner=self.owner,
+            lease_s=config.lease_s,
+            renew_every_s=config.renew_every_s,
+            on_lost=self.metrics.leases_lost,
+        )
+        timers = Timers(self.options, hints, crash_cap=config.crash_cap)
+        return [
+            _child("leases", leases, stop=hints.wake_leases.set),
+            _child("timers", timers, stop=hints.timers.set),
+        ]
+
+    def _delivery(self, ledger: Ledger) -> list[ChildSpec]:
+        """The outbox and, for a ledger outside of the database, its lane actors."""
+        config, hints = self.config, self.hints
+        children: list[ChildSpec] = []
+        if isinstance(ledger, PostgresLedger):
+            if ledger.in_database:
+                turns = InDatabaseOutbox(
+                    self.options,
                     hints,
-                    endings,
-                    owner=owner,
-                    lease_s=config.lease_s,
-                    renew_every_s=config.renew_every_s,
-                    on_lost=metrics.leases_lost,
-                ),
-                stop=hints.wake_leases.set,
-                stop_budget_s=_SHORT_S,
+                    receivers=_RECEIVERS,
+                    limit=_TURN_IN_DATABASE,
+                    prefix=_PREFIX_IN_DATABASE,
+                    observe=self.reports.delivered,
+                )
+                return [_child("outbox", turns, stop=hints.wake_outbox.set)]
+            ledger.use(self.options)
+            children.append(_child("ledger", ledger, ledger.mailbox))
+        deliver = Deliveries(ledger, timeout_s=config.delivery_timeout_s)
+        carriers: list[Mailbox[Turn]] = [
+            Mailbox(f"lane-{number}", 1) for number in range(1, config.lane_actors + 1)
+        ]
+        for carrier in carriers:
+            lane_actor = LaneActor(
+                self.options,
+                carrier,
+                hints.wake_outbox,
+                deliver,
+                prefix=config.delivery_prefix,
+                lease_s=config.lane_lease_s,
+                delivery_timeout_s=config.delivery_timeout_s,
+                release_budget_s=config.release_budget_s,
+                observe=self.reports.delivered,
             )
-        )
-        children.append(
-            ChildSpec(
-                name="timers",
-                actor=Timers(options, hints, crash_cap=config.crash_cap),
-                stop=hints.timers.set,
-                stop_budget_s=_SHORT_S,
+            children.append(
+                _child(carrier.name, lane_actor, carrier, cancel_budget_s=config.release_budget_s)
             )
+        outbox = Outbox(
+            self.options,
+            hints,
+            carriers,
+            receivers=_RECEIVERS,
+            limit=_TURN_BATCHED if takes_batches(ledger) else _TURN_SINGLE,
+            prefix=config.delivery_prefix,
+            lease_s=config.lane_lease_s,
         )
-    if plays or ledger is not None:
-        children += _delivery(config, options, hints, ledger or PostgresLedger(), reports)
-    children.append(
-        ChildSpec(
-            name="control",
-            actor=Control(options, cancellations, attempts, hints, owner=owner),
-            mailboxes=[cancellations],
-            stop_budget_s=_SHORT_S,
+        children.append(_child("outbox", outbox, stop=hints.wake_outbox.set))
+        return children
+
+    def _control(self) -> list[ChildSpec]:
+        control = Control(self.options, self.cancellations, self.attempts, self.hints, owner=self.owner)
+        return [_child("control", control, self.cancellations)]
+
+    def _work(self) -> list[ChildSpec]:
+        config = self.config
+        settle = Settle(
+            self.options,
+            self.endings,
+            self.attempts,
+            self.hints,
+            on_settled=self._on_settled,
+            unstorable=unstorable,
         )
-    )
-    if plays:
-        children += [
-            ChildSpec(
-                name="facts", actor=facts_actor, mailboxes=[sayings], stop_budget_s=config.release_budget_s
-            ),
-            ChildSpec(
-                name="settle",
-                actor=Settle(options, endings, attempts, hints, on_settled=on_settled, unstorable=unstorable),
-                mailboxes=[endings],
-                stop_budget_s=config.release_budget_s,
-            ),
-            ChildSpec(
-                name="executors",
-                actor=executors,
+        return [
+            _child("facts", self.facts, self.sayings, stop_budget_s=config.release_budget_s),
+            _child("settle", settle, self.endings, stop_budget_s=config.release_budget_s),
+            _child(
+                "executors",
+                self.executors,
                 stop=_nothing,
                 stop_budget_s=config.grace_s,
                 cancel_budget_s=config.release_budget_s,
             ),
-            ChildSpec(name="claim", actor=claim, stop=hints.wake_claim.set, stop_budget_s=_SHORT_S),
+            _child("claim", self.claim, stop=self.hints.wake_claim.set),
         ]
-    children.append(
-        ChildSpec(
-            name="admission",
-            actor=Admit(
-                options,
-                admissions,
-                attempts,
-                hints,
-                executors.start,
-                owner=owner,
-                lease_s=config.lease_s,
-                release_id=config.release_id,
-                environment=config.environment,
-                hosted=plays.__contains__,
-                caught_up=lambda: bool(plays) and claim.caught_up,
-            ),
-            mailboxes=[admissions],
-            stop_budget_s=_SHORT_S,
-        )
-    )
-    supervisor = Supervisor(children, stop_budget_s=config.shutdown_budget_s)
 
-    async def count() -> status.Backlog:
-        counted: status.Backlog = await ask(queries, status.backlog, config.operation_timeout_s)
+    def _admission(self) -> list[ChildSpec]:
+        admit = Admit(
+            self.options,
+            self.admissions,
+            self.attempts,
+            self.hints,
+            self.executors.start,
+            owner=self.owner,
+            lease_s=self.config.lease_s,
+            release_id=self.config.release_id,
+            environment=self.config.environment,
+            hosted=self.plays.__contains__,
+            caught_up=lambda: self.claim.caught_up,
+        )
+        return [_child("admission", admit, self.admissions)]
+
+    def _listener(self) -> Listener:
+        config = self.config
+        ears = self.options
+        if config.listen_dsn is not None:
+            ears = attrs.evolve(ears, dsn=config.listen_dsn, pooled=False)
+        return Listener(
+            ears,
+            self.hints,
+            host=self.owner,
+            buckets=[bucket for by_priority in self.buckets.values() for bucket in by_priority.values()],
+            receivers=_RECEIVERS,
+            backstop_s=config.backstop_s,
+            notify=config.notify and not ears.pooled,
+        )
+
+    # --- what they call back ---------------------------------------------------------------------------
+
+    def _on_settled(self, item: Settlement, answer: Settled) -> None:
+        self.reports.settled(item, answer)
+        ended = answer.answer == "done" and item.outcome in TERMINAL_STATUSES
+        if ended and self.waiters.waited_for(item.run_id):
+            payload = self.codec.decode(item.payload)
+            self.waiters.tell(status.Terminal(item.run_id, item.outcome, payload))
+
+    async def _count(self) -> status.Backlog:
+        counted: status.Backlog = await ask(self.queries, status.backlog, self.config.operation_timeout_s)
         return counted
 
-    async def buckets_of(play: str) -> Mapping[int, int] | None:
-        if play in buckets:
-            return buckets[play]
+    async def _buckets_of(self, play: str) -> Mapping[int, int] | None:
+        if play in self.buckets:
+            return self.buckets[play]
         found, registered = await ask(
-            queries,
+            self.queries,
             lambda session: admission.play_buckets(
-                session, [play], release_id=config.release_id, environment=config.environment
+                session, [play], release_id=self.config.release_id, environment=self.config.environment
             ),
-            config.operation_timeout_s,
+            self.config.operation_timeout_s,
         )
         return {priority: bucket for (_, priority), bucket in found.items()} if play in registered else None
 
-    return Host(
-        identity=identity,
-        config=config,
-        plays=plays,
-        attempts=attempts,
-        hints=hints,
-        waiters=waiters,
-        admissions=admissions,
-        cancellations=cancellations,
-        queries=queries,
-        submissions=Submissions(config, codec, plays, buckets_of),
-        executors=executors,
-        supervisor=supervisor,
-        view=View(identity, metrics, reports, attempts, supervisor, listener, watchdog, count),
+
+def _child(
+    name: str,
+    actor: Actor,
+    *mailboxes: Mailbox[Any],
+    stop: Callable[[], None] | None = None,
+    stop_budget_s: float = _SHORT_S,
+    cancel_budget_s: float = _SHORT_S,
+) -> ChildSpec:
+    return ChildSpec(
+        name=name,
+        actor=actor,
+        stop=stop,
+        mailboxes=mailboxes,
+        stop_budget_s=stop_budget_s,
+        cancel_budget_s=cancel_budget_s,
     )
 
 
@@ -329,68 +430,6 @@ def _claimable(buckets: Mapping[str, Mapping[int, int]]) -> Buckets:
     return Buckets(tuple(bucket for bucket, _ in pairs), tuple(priority for _, priority in pairs))
 
 
-def _delivery(
-    config: RuntimeConfig, options: SessionOptions, hints: Hints, ledger: Ledger, reports: Reports
-) -> Sequence[ChildSpec]:
-    """The outbox and, for a ledger outside of the database, its lane actors."""
-    children: list[ChildSpec] = []
-    if isinstance(ledger, PostgresLedger):
-        if ledger.in_database:
-            outbox: Actor = InDatabaseOutbox(
-                options,
-                hints,
-                receivers=_RECEIVERS,
-                limit=_TURN_IN_DATABASE,
-                prefix=_PREFIX_IN_DATABASE,
-                observe=reports.delivered,
-            )
-            return [
-                ChildSpec(name="outbox", actor=outbox, stop=hints.wake_outbox.set, stop_budget_s=_SHORT_S)
-            ]
-        ledger.use(options)
-        children.append(
-            ChildSpec(name="ledger", actor=ledger, mailboxes=[ledger.mailbox], stop_budget_s=_SHORT_S)
-        )
-    carriers: list[Mailbox[Turn]] = []
-    deliver = Deliveries(ledger, timeout_s=config.delivery_timeout_s)
-    for number in range(1, config.lane_actors + 1):
-        carrier: Mailbox[Turn] = Mailbox(f"lane {number}", 1)
-        carriers.append(carrier)
-        lane_actor = LaneActor(
-            options,
-            carrier,
-            hints.wake_outbox,
-            deliver,
-            prefix=config.delivery_prefix,
-            lease_s=config.lane_lease_s,
-            delivery_timeout_s=config.delivery_timeout_s,
-            release_budget_s=config.release_budget_s,
-            observe=reports.delivered,
-        )
-        children.append(
-            ChildSpec(
-                name=f"lane-{number}",
-                actor=lane_actor,
-                mailboxes=[carrier],
-                stop_budget_s=_SHORT_S,
-                cancel_budget_s=config.release_budget_s,
-            )
-        )
-    outbox = Outbox(
-        options,
-        hints,
-        carriers,
-        receivers=_RECEIVERS,
-        limit=_TURN_BATCHED if takes_batches(ledger) else _TURN_SINGLE,
-        prefix=config.delivery_prefix,
-        lease_s=config.lane_lease_s,
-    )
-    children.append(
-        ChildSpec(name="outbox", actor=outbox, stop=hints.wake_outbox.set, stop_budget_s=_SHORT_S)
-    )
-    return children
-
-
 class _Say:
     """Hands an attempt with something to say to the facts actor, once until it was flushed."""
 
@@ -409,4 +448,4 @@ def _abandon(item: Admission | CancelRequest | Query, error: RunlaneError) -> No
 
 
 def _nothing() -> None:
-    """Executors watch ``life.stopping``."""
+    """For an actor that watches ``life.stopping``."""

@@ -5,6 +5,7 @@ Owns every check of a submit before the database sees anything, and what the ans
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import attrs
 
 from runtime import ids
-from runtime.codec import JsonCodec
+from runtime.codec import JsonCodec, preview
 from runtime.config import RuntimeConfig
-from runtime.plays import Play
+from runtime.plays import NAME_PATTERN, Play
 from sql.admission import Admitted, Submission
 from sql.errors import IdempotencyConflict, InputRefused, UnknownPlay
+
+_NAME = re.compile(NAME_PATTERN)
 
 
 @attrs.frozen(kw_only=True)
@@ -85,7 +88,7 @@ class Submissions:
         if isinstance(play, Play):
             return play.name
         if isinstance(play, str):
-            return play
+            return check_play_name(play)
         raise InputRefused("play", f"must be a play or its name, not {type(play).__name__}")
 
     async def _look_up(self, name: str) -> Mapping[int, int]:
@@ -97,6 +100,13 @@ class Submissions:
             )
         self._buckets[name] = buckets
         return buckets
+
+
+def check_play_name(name: Any) -> str:
+    """``name``, or UnknownPlay: no play can have ever been registered under anything else."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UnknownPlay("play", f"a name is 1 to 128 characters of A-Z a-z 0-9 . _ : -, not {preview(name)}")
+    return name
 
 
 def check_admitted(item: Submission, answer: Admitted) -> None:

@@ -58,7 +58,8 @@ def translate(exc: BaseException, *, closed: bool = True) -> errors.DatabaseErro
         state = exc.sqlstate or "XX000"
         kind = _BY_STATE.get(state) or _BY_CLASS.get(state[:2], errors.KernelRefused)
         detail = getattr(exc, "detail", None)
-        return kind(f"{exc}" + (f" ({detail})" if detail else "") + f" [{state}]", state, detail)
+        message = exc.args[0] if exc.args else state  # str() would repeat the detail and the hint
+        return kind(f"{message}" + (f" ({detail})" if detail else "") + f" [{state}]", state, detail)
     # A TimeoutError is an OSError, so it comes first.
     if isinstance(exc, TimeoutError):
         return errors.StatementTooSlow(f"no answer in time: {exc}" if str(exc) else "no answer in time")

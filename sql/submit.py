@@ -37,6 +37,7 @@ async def submit(session: Session, play: str, input: str, options: Mapping[str, 
 
 def _refusal(exc: KernelRefused) -> RunlaneError:
     detail = exc.detail or ""
+    # The driver's text repeats the detail on a line of its own; what was refused stands on the first.
     message = str(exc).removesuffix(f" ({detail}) [{exc.sqlstate}]")
     if exc.sqlstate == _CONFLICT:
         return IdempotencyConflict(message, detail)

@@ -26,7 +26,7 @@ async def test_what_is_lost_or_doubled_is_counted(dsn: str, schema: str, notify:
         handle = await rt.submit(echo, 1)
         await handle.result(timeout=20)
         with trio.fail_after(20):
-            while (sound := await account_of(session, handle.run_id)).lost:
+            while (sound := await account_of(session, handle.run_id)).lost:  # noqa: ASYNC110 - nothing notifies of it
                 await trio.sleep(0.05)
         assert (sound.status, sound.terminals, sound.unbroken) == ("completed", 1, True)
         assert (sound.lifecycle, sound.logged) == (3, 1)

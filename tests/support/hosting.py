@@ -26,7 +26,7 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | {f"RUNLANE_{name.upper()}": value for name, value in variables.items()}
 
 
-def spawn(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
+def spawn(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     """``python -m runtime …`` with pipes on all three ends, in a session of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "runtime", *arguments],
@@ -34,7 +34,7 @@ def spawn(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=cwd,
+        cwd=ROOT,
         env=environment(**variables),
         start_new_session=True,
     )

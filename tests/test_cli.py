@@ -1,0 +1,583 @@
+"""The command line: what it prints, its exit codes, and its one-line errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import attrs
+import pytest
+
+from runtime import InvalidPlay, RuntimeConfig, _client, logs
+from runtime._cli_base import exit_code_of
+from runtime.cli import cli
+from runtime.embedded import EmbeddedMissing
+from runtime.serve import load_plays
+from sql import errors
+from sql.connection import Session
+from sql.errors import ConfigError, LinkLost
+from tests.support import hosting
+from tests.support.servers import ask, temporary_folder
+
+VERBS = ("demo", "serve", "migrate", "submit", "status", "cancel", "runs")
+NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
+
+
+@attrs.frozen
+class Answer:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    def refused(self, code: int, *words: str) -> None:
+        """It ended with this code and one line that has these words."""
+        assert self.code == code, self
+        assert self.out == ""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("Error: ")
+        for word in words:
+            assert word in lines[0]
+
+
+Command = Callable[..., Answer]
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command line in this process, with no RUNLANE_* variable set."""
+    for name in list(os.environ):
+        if name.startswith("RUNLANE_"):
+            monkeypatch.delenv(name)
+
+    def command(*arguments: str, stdin: bytes = b"") -> Answer:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(args=list(arguments), prog_name="runlane")
+        said = capsys.readouterr()
+        code = ended.value.code
+        return Answer(code if isinstance(code, int) else 0, said.out, said.err)
+
+    return command
+
+
+@pytest.fixture
+def runlane(bare: Command, monkeypatch: pytest.MonkeyPatch, dsn: str, schema: str, notify: bool) -> Command:
+    """The same with the database and schema of the test, which is there, and the play ``echo`` in it."""
+    monkeypatch.setenv("RUNLANE_DSN", dsn)
+    monkeypatch.setenv("RUNLANE_SCHEMA", schema)
+    monkeypatch.setenv("RUNLANE_NOTIFY", str(notify))
+    assert bare("migrate").code == 0
+    ask(dsn, f"INSERT INTO {schema}.plays VALUES (now(), 5, 'echo')")
+    return bare
+
+
+@pytest.fixture
+def served(runlane: Command, dsn: str, schema: str, notify: bool) -> Iterator[Command]:
+    """The same with a host that serves the test plays."""
+    with hosting.serving("--plays", hosting.PLAYS, dsn=dsn, schema=schema, notify=str(notify)):
+        yield runlane
+
+
+# --- help --------------------------------------------------------------------------------------------
+
+
+def test_help_lists_verbs_in_the_order_of_use_and_the_exit_codes(bare: Command) -> None:
+    said = bare("--help")
+    assert said.code == 0
+    places = [said.out.index(f"\n  {verb} ") for verb in VERBS]
+    assert places == sorted(places)
+    for code in range(7):
+        assert f"\n    {code}  " in said.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_each_verb_has_two_examples(bare: Command, verb: str) -> None:
+    said = bare(verb, "--help")
+    assert said.code == 0
+    examples = said.out.partition("Examples:")[2].partition("Options:")[0]
+    assert sum(f"runlane {verb}" in line for line in examples.splitlines()) == 2
+
+
+def test_unknown_verbs_and_options_are_usage_errors(bare: Command) -> None:
+    assert bare("frobnicate").code == 2
+    assert bare("runs", "--frobnicate").code == 2
+    assert bare("serve").code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.HostFailed("x"), 1),
+        (errors.OutcomeUnknown("x"), 1),
+        (errors.IdempotencyConflict("x", "r"), 1),
+        (errors.ConfigError("x"), 2),
+        (errors.InvalidPlay("x"), 2),
+        (errors.UnknownPlay("play", "x"), 2),
+        (errors.RunFailed("r", "ValueError", "x"), 3),
+        (errors.RunCancelled("r"), 4),
+        (errors.RunNotFound("r"), 5),
+        (errors.DatabaseUnreachable("x"), 6),
+        (errors.InvalidDsn("x"), 6),
+        (errors.HostTooOld("x"), 6),
+        (EmbeddedMissing("x"), 6),
+    ],
+)
+def test_every_family_of_errors_has_its_code(error: errors.RunlaneError, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
+# --- settings and the database -----------------------------------------------------------------------
+
+
+def test_an_unknown_variable_is_named(bare: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNLANE_DNS", "postgresql://nowhere/")
+    bare("runs").refused(2, "RUNLANE_DNS", "RUNLANE_DSN")
+
+
+def test_a_bad_schema_name_is_refused_before_anything_is_opened(bare: Command) -> None:
+    bare("runs", "--dsn", "postgresql://nowhere/", "--schema", "pg_mine").refused(2, "schema", "pg_mine")
+
+
+@pytest.mark.parametrize("dsn", ["mysql://localhost/db", "postgresql://[::1/db", "not a dsn"])
+def test_a_bad_dsn_is_one_line(bare: Command, dsn: str) -> None:
+    bare("runs", "--dsn", dsn).refused(6, "DSN")
+
+
+def test_a_dsn_with_a_password_is_not_shown(bare: Command) -> None:
+    said = bare("runs", "--dsn", f"postgresql://me:hunter2@127.0.0.1:{_closed_port()}/db")
+    said.refused(6, "127.0.0.1")
+    assert "hunter2" not in said.err
+
+
+def test_an_unreachable_server_is_one_line(bare: Command) -> None:
+    port = _closed_port()
+    for arguments in (["runs"], ["status", NO_RUN], ["submit", "echo"], ["cancel", NO_RUN], ["migrate"]):
+        bare(*arguments, "--dsn", f"postgresql://postgres@127.0.0.1:{port}/postgres").refused(6, str(port))
+
+
+@pytest.mark.parametrize("arguments", [["runs"], ["status", NO_RUN], ["submit", "echo"], ["cancel", NO_RUN]])
+def test_a_missing_schema_says_what_to_do(bare: Command, dsn: str, schema: str, arguments: list[str]) -> None:
+    bare(*arguments, "--dsn", dsn, "--schema", schema).refused(6, schema, "migrate")
+
+
+def test_missing_rights_say_what_to_grant(bare: Command, dsn: str, schema: str) -> None:
+    role = f"{schema}_role"
+    ask(dsn, f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
+    try:
+        bare("migrate", "--dsn", _as_role(dsn, role), "--schema", schema).refused(6, schema, "grant")
+    finally:
+        ask(dsn, f"DROP ROLE {role}")
+
+
+def test_options_before_the_verb_count_and_those_after_it_win(bare: Command, dsn: str, schema: str) -> None:
+    nowhere = f"postgresql://127.0.0.1:{_closed_port()}/db"
+    said = bare("--dsn", nowhere, "--schema", schema, "--json", "migrate", "--dsn", dsn)
+    assert said.code == 0
+    assert said.json == {"schema": schema, "ready": True, "changed": True}
+
+
+def test_without_a_dsn_the_embedded_server_is_used(bare: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    with temporary_folder() as folder:
+        monkeypatch.setenv("RUNLANE_EMBEDDED_DIR", str(folder))
+        assert bare("migrate", "--json").json["changed"] is True
+        # The server has stopped and is started again: the schema must still be there.
+        assert bare("migrate", "--json").json["changed"] is False
+        assert not (folder / "pgdata" / "postmaster.pid").exists()
+
+
+def test_a_command_whose_connection_breaks_asks_again_once(dsn: str) -> None:
+    pids: list[int] = []
+
+    async def body(session: Session) -> int:
+        pids.append(session.backend.pid)
+        if len(pids) == 1:
+            await session.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        return int(await session.fetchval("SELECT 7"))
+
+    assert _client.ask(RuntimeConfig(dsn=dsn), body) == 7
+    assert len(set(pids)) == 2
+
+
+def test_a_connection_that_breaks_twice_is_an_error(dsn: str) -> None:
+    async def body(session: Session) -> None:
+        await session.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    with pytest.raises(LinkLost):
+        _client.ask(RuntimeConfig(dsn=dsn), body)
+
+
+def _closed_port() -> int:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        return int(closed.getsockname()[1])
+
+
+def _as_role(dsn: str, role: str) -> str:
+    parts = urlsplit(dsn)
+    return urlunsplit(parts._replace(netloc=f"{role}:x@{parts.netloc.rpartition('@')[2]}"))
+
+
+# --- migrate -----------------------------------------------------------------------------------------
+
+
+def test_migrate_builds_once(bare: Command, dsn: str, schema: str) -> None:
+    where = ["--dsn", dsn, "--schema", schema]
+    bare("migrate", "--check", *where).refused(1, f"schema {schema} lacks")
+    assert "brought up to date" in bare("migrate", *where).out
+    assert "was up to date" in bare("migrate", *where).out
+    assert bare("migrate", "--check", *where).code == 0
+    assert bare("migrate", "--check", "--json", *where).json == {
+        "schema": schema,
+        "ready": True,
+        "missing": [],
+    }
+
+
+# --- submit ------------------------------------------------------------------------------------------
+
+
+def test_submit_prints_the_run_id_alone(runlane: Command) -> None:
+    said = runlane(
+        "submit", "echo", '{"a": [1, 2]}', "--label", "team=ops", "--priority", "-1", "--org", "acme"
+    )
+    assert said.code == 0
+    assert said.err == ""
+    shown = runlane("status", said.out.strip(), "--json").json
+    assert shown["labels"] == {"team": "ops"}
+    assert (shown["priority"], shown["org_id"], shown["status"]) == (-1, "acme", "queued")
+    assert shown["facts"][0]["payload"]["input"] == {"a": [1, 2]}
+
+
+def test_submit_reads_stdin(runlane: Command) -> None:
+    run_id = runlane("submit", "echo", "-", stdin='{"word": "grün"}\n'.encode()).out.strip()
+    shown = runlane("status", run_id, "--json").json
+    assert shown["facts"][0]["payload"]["input"] == {"word": "grün"}
+    runlane("submit", "echo", "-", stdin=b"\xff").refused(2, "input", "UTF-8")
+
+
+def test_submit_without_input_means_null(runlane: Command) -> None:
+    run_id = runlane("submit", "echo").out.strip()
+    assert runlane("status", run_id, "--json").json["facts"][0]["payload"]["input"] is None
+
+
+def test_submit_again_gives_the_same_run(runlane: Command) -> None:
+    first = runlane("submit", "echo", "1", "--idempotency-key", "k")
+    again = runlane("submit", "echo", "1", "--idempotency-key", "k")
+    assert (again.code, again.out) == (0, first.out)
+    assert "was there already" in again.err
+    assert runlane("submit", "echo", "1", "--idempotency-key", "k", "--json").json["created"] is False
+    runlane("submit", "echo", "2", "--idempotency-key", "k").refused(1, first.out.strip())
+    assert runlane("submit", "echo", "--run-id", "mine").out == "mine\n"
+    runlane("submit", "echo", "2", "--run-id", "mine").refused(1, "mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["submit", "unknown"], ["play", "unknown"]),
+        (["submit", "echo", "{"], ["input"]),
+        (["submit", "echo", "NaN"], ["input", "NaN"]),
+        (["submit", "echo", '"\\u0000"'], ["input"]),
+        (["submit", "echo", "[" * 10_000 + "]" * 10_000], ["input"]),
+        (["submit", "echo", json.dumps("x" * 1_100_000)], ["input", "1048576"]),
+        (["submit", "echo", "--run-id", "no good"], ["run_id"]),
+        (["submit", "echo", "--idempotency-key", ""], ["idempotency_key"]),
+        (["submit", "echo", "--priority", "3"], ["priority"]),
+        (["submit", "echo", "--label", "nothing"], ["label", "KEY=VALUE"]),
+        (["submit", "echo", "--at", "tomorrow"], ["at"]),
+        (["submit", "echo", "--at", "2026-01-31T18:00:00"], ["at", "timezone"]),
+        (["submit", "echo", "--delay", "1", "--at", "2026-01-31T18:00:00Z"], ["delay"]),
+        (["submit", "echo", "--delay", "-1"], ["delay"]),
+        (["status", "no good"], ["run_id"]),
+        (["cancel", "no good"], ["run_id"]),
+        (["runs", "--after", "no good"], ["run_id"]),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(
+    runlane: Command, arguments: list[str], words: list[str]
+) -> None:
+    runlane(*arguments).refused(2, *words)
+    assert runlane("runs", "--json").json == {"runs": [], "next": None}
+
+
+def test_a_refusal_of_the_kernel_names_its_field(runlane: Command) -> None:
+    said = runlane("submit", "unknown")
+    assert said.err == "Error: play: no host has ever registered a play named 'unknown'\n"
+
+
+def test_submit_waits_for_the_output(served: Command) -> None:
+    said = served("submit", "echo", '{"a": 1}', "--wait")
+    assert said.code == 0
+    assert said.json == {"a": 1}
+    told = served("submit", "echo", "5", "--wait", "--json").json
+    assert (told["status"], told["output"], told["created"]) == ("completed", 5, True)
+
+
+def test_submit_waits_for_a_failure(served: Command) -> None:
+    said = served("submit", "fails", '"x"', "--wait")
+    assert said.code == 3
+    assert said.out == ""
+    assert "failed: ValueError: no good: x" in said.err.splitlines()[-1]
+    told = served("submit", "fails", '"x"', "--wait", "--json")
+    assert told.code == 3
+    assert told.json["error"]["error_type"] == "ValueError"
+
+
+def test_submit_waits_for_a_cancellation(served: Command, dsn: str, schema: str) -> None:
+    waiting = hosting.spawn("submit", "waits", "--wait", "--run-id", "w", dsn=dsn, schema=schema)
+    with waiting:
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline() == "run w\n"
+        assert served("cancel", "w", "--reason", "enough").code == 0
+        assert waiting.wait(hosting.PATIENCE_S) == 4
+        assert waiting.stderr.read() == "Error: run w was cancelled: enough\n"
+
+
+# --- status, cancel, runs ----------------------------------------------------------------------------
+
+
+def test_status_of_a_missing_run(runlane: Command) -> None:
+    runlane("status", NO_RUN).refused(5, NO_RUN)
+
+
+def test_status_shows_the_run_its_attempts_and_its_newest_facts(served: Command) -> None:
+    run_id = json.loads(served("submit", "fails", '"x"', "--wait", "--json").out)["run_id"]
+    shown = served("status", run_id, "--json").json
+    assert (shown["status"], shown["attempt"], shown["failures"]) == ("failed", 1, 1)
+    assert [one["outcome"] for one in shown["attempts"]] == ["failed"]
+    assert [one["type"] for one in shown["facts"]] == ["run.created", "run.started", "run.failed"]
+    newest = served("status", run_id, "--facts", "1", "--json").json["facts"]
+    assert [one["seq"] for one in newest] == [3]
+    assert served("status", run_id, "--facts", "0", "--json").json["facts"] == []
+    people = served("status", run_id).out
+    for word in (run_id, "failed", "ValueError: no good: x", "run.created", "facts delivered"):
+        assert word in people
+
+
+def test_cancel(runlane: Command) -> None:
+    runlane("submit", "echo", "--run-id", "c")
+    assert runlane("cancel", "c", "--reason", "enough", "--json").json == {
+        "run_id": "c",
+        "won": True,
+        "status": "cancelled",
+    }
+    again = runlane("cancel", "c", "--json")
+    assert (again.code, again.json) == (0, {"run_id": "c", "won": False, "status": "cancelled"})
+    shown = runlane("status", "c", "--json").json
+    assert shown["status"] == "cancelled"
+    assert shown["facts"][-1]["payload"]["reason"] == "enough"
+    runlane("cancel", NO_RUN).refused(5, NO_RUN)
+
+
+def test_cancel_comes_too_late(served: Command) -> None:
+    run_id = json.loads(served("submit", "echo", "--wait", "--json").out)["run_id"]
+    served("cancel", run_id).refused(1, "already completed")
+    told = served("cancel", run_id, "--json")
+    assert (told.code, told.json["won"], told.json["status"]) == (1, False, "completed")
+
+
+def test_runs_filters_and_pages(runlane: Command) -> None:
+    for number in range(5):
+        parity = "even" if number % 2 == 0 else "odd"
+        runlane("submit", "echo", "--run-id", f"r{number}", "--label", f"parity={parity}", "--org", parity)
+    runlane("cancel", "r1")
+    first = runlane("runs", "--limit", "2", "--json").json
+    assert [run["run_id"] for run in first["runs"]] == ["r4", "r3"]
+    rest = runlane("runs", "--limit", "3", "--after", first["next"], "--json").json
+    assert [run["run_id"] for run in rest["runs"]] == ["r2", "r1", "r0"]
+    assert runlane("runs", "--after", "r0", "--json").json == {"runs": [], "next": None}
+    assert _ids(runlane("runs", "--label", "parity=even", "--json")) == ["r4", "r2", "r0"]
+    assert _ids(runlane("runs", "--org", "odd", "--status", "queued", "--json")) == ["r3"]
+    assert _ids(runlane("runs", "--play", "other", "--json")) == []
+    people = runlane("runs", "--limit", "2")
+    assert "r4" in people.out
+    assert "--after r3" in people.err
+    assert runlane("runs", "--status", "sleeping").code == 2
+
+
+def _ids(answer: Answer) -> list[str]:
+    return [run["run_id"] for run in answer.json["runs"]]
+
+
+# --- serve -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_stops_on_a_signal_and_hands_its_leases_back(
+    runlane: Command, dsn: str, schema: str, number: signal.Signals
+) -> None:
+    with hosting.serving("--plays", hosting.PLAYS, dsn=dsn, schema=schema, grace_s="0") as (process, _):
+        runlane("submit", "waits", "--run-id", "w")
+        _until_running(runlane, "w")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=hosting.PATIENCE_S)
+    assert process.returncode == 0
+    assert out == ""
+    assert all(line.startswith("time=") for line in err.splitlines()), err
+    shown = runlane("status", "w", "--json").json
+    assert (shown["status"], shown["failures"], shown["crashes"]) == ("queued", 0, 0)
+    assert [one["outcome"] for one in shown["attempts"]] == ["released"]
+
+
+def test_a_second_signal_skips_the_grace_period(runlane: Command, dsn: str, schema: str) -> None:
+    variables = {"grace_s": "600", "shutdown_budget_s": "700"}
+    with hosting.serving("--plays", hosting.PLAYS, dsn=dsn, schema=schema, **variables) as (process, _):
+        runlane("submit", "waits", "--run-id", "w")
+        _until_running(runlane, "w")
+        process.terminate()
+        _read_until(process.stderr, "event=stopping")
+        process.terminate()
+        process.communicate(timeout=hosting.PATIENCE_S)
+    assert process.returncode == 0
+    assert runlane("status", "w", "--json").json["attempts"][0]["outcome"] == "released"
+
+
+def test_serve_stops_at_the_end_of_stdin_when_asked_to(dsn: str, schema: str) -> None:
+    arguments = ["--plays", hosting.PLAYS, "--stop-with-stdin"]
+    with hosting.serving(*arguments, dsn=dsn, schema=schema) as (process, _):
+        process.communicate(timeout=hosting.PATIENCE_S)
+    assert process.returncode == 0
+
+
+def test_serve_says_where_its_health_is(dsn: str, schema: str) -> None:
+    arguments = ["--plays", f"{hosting.PLAYS}:quick", "--health-port", "0", "--slots", "3"]
+    with hosting.serving(*arguments, dsn=dsn, schema=schema) as (process, ready):
+        assert ready["plays"] == "echo,fails"
+        assert (ready["schema"], ready["pid"]) == (schema, process.pid)
+        with urllib.request.urlopen(f"{ready['health']}/readyz", timeout=10) as answer:
+            state = json.load(answer)
+        assert state["ready"] is True
+        process.terminate()
+        _, err = process.communicate(timeout=hosting.PATIENCE_S)
+    assert " slots=3" in err
+
+
+def test_serve_refuses_what_cannot_work(bare: Command, dsn: str, schema: str) -> None:
+    where = ["--dsn", dsn, "--schema", schema]
+    bare("serve", "--plays", "no_such_module", *where).refused(2, "no_such_module")
+    bare("serve", "--plays", hosting.PLAYS, "--slots", "0", *where).refused(2, "slots")
+    nowhere = f"postgresql://127.0.0.1:{_closed_port()}/db"
+    process = hosting.spawn("serve", "--plays", hosting.PLAYS, dsn=nowhere, schema=schema)
+    _, err = process.communicate(timeout=hosting.PATIENCE_S)
+    assert process.returncode == 6
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("Error: ")
+
+
+def test_a_taken_health_port_is_one_line(dsn: str, schema: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        process = hosting.spawn(
+            "serve", "--plays", hosting.PLAYS, "--health-port", port, dsn=dsn, schema=schema
+        )
+        _, err = process.communicate(timeout=hosting.PATIENCE_S)
+    assert process.returncode == 2
+    assert port in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def _until_running(runlane: Command, run_id: str) -> None:
+    """Wait until a run executes; the commands themselves are the pause between two looks."""
+    while runlane("status", run_id, "--json", "--facts", "0").json["status"] != "running":
+        pass
+
+
+def _read_until(stream: Any, word: str) -> None:
+    for line in stream:
+        if word in line:
+            return
+    raise AssertionError(f"{word!r} was never said")
+
+
+def test_a_signal_while_a_host_starts_its_server_leaves_nothing_behind() -> None:
+    with temporary_folder() as folder:
+        process = hosting.spawn("serve", "--plays", hosting.PLAYS, embedded_dir=str(folder))
+        while not (folder / "lock").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        _, err = process.communicate(timeout=hosting.PATIENCE_S)
+        assert process.returncode == 0, err
+        assert not (folder / "pgdata/postmaster.pid").exists()
+
+
+# --- finding plays -----------------------------------------------------------------------------------
+
+
+def test_plays_of_a_module_a_list_and_one_by_one() -> None:
+    names = [play.name for play in load_plays([hosting.PLAYS])]
+    assert names == ["echo", "fails", "waits", "stubborn"]
+    assert [play.name for play in load_plays([f"{hosting.PLAYS}:quick"])] == ["echo", "fails"]
+    twice = load_plays([f"{hosting.PLAYS}:fails", f"{hosting.PLAYS}:quick"])
+    assert [play.name for play in twice] == ["fails", "echo"]
+    assert len(load_plays(["tests.support:plays"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nothing.here", "no module 'nothing'"),
+        ("tests.support.nothing", "no module 'tests.support.nothing'"),
+        (f"{hosting.PLAYS}:nothing", "has no 'nothing'"),
+        (f"{hosting.PLAYS}:", "module:attr"),
+        ("", "module:attr"),
+        (".relative", "module:attr"),
+        ("tests.support.servers", "no play"),
+    ],
+)
+def test_a_bad_target_is_named(target: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_plays([target])
+
+
+def test_what_is_no_play_is_refused() -> None:
+    with pytest.raises(InvalidPlay, match="int is not a play"):
+        load_plays([f"{hosting.PLAYS}:number"])
+
+
+def test_a_module_that_imports_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_broken_plays.py").write_text("import no_such_dependency\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    with pytest.raises(ConfigError, match="my_broken_plays imports 'no_such_dependency'"):
+        load_plays(["my_broken_plays"])
+
+
+# --- the log format ----------------------------------------------------------------------------------
+
+
+def test_a_log_line_is_one_line_of_pairs() -> None:
+    formatter = logs.KeyValueFormatter()
+    line = formatter.format(
+        logging.makeLogRecord({"name": "runlane.claim", "msg": "event=claimed runs=%d", "args": (3,)})
+    )
+    assert line.startswith("time=")
+    assert line.endswith(" logger=runlane.claim event=claimed runs=3")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.makeLogRecord({"name": "other", "msg": 'say "hi"', "exc_info": sys.exc_info()})
+    line = formatter.format(record)
+    assert "\n" not in line
+    assert ' message="say \\"hi\\"" traceback="' in line
