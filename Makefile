@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TESTS ?=
 PYTEST_ARGS ?=
+SCENARIO ?= throughput
 # Debian's place for PostgreSQL 15; the suite runs on it too where it is installed.
 PG15_BIN ?= /usr/lib/postgresql/15/bin
 
@@ -70,8 +71,8 @@ pg15: $(STAMP)  ## kernel and end-to-end tests on Debian's PostgreSQL 15, where 
 soak: $(STAMP)  ## the long load and fault tests
 	$(PYTEST) -m soak $(TESTS)
 
-bench: $(STAMP)  ## the whole lifecycle beside the bare kernel, on this machine
-	$(BIN)/python -m bench throughput
+bench: $(STAMP)  ## the whole lifecycle beside the bare kernel; SCENARIO="drain --json" measures something else
+	$(BIN)/python -m bench $(SCENARIO)
 
 clean:  ## remove .venv and every cache; the demo's data in .runlane stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

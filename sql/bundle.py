@@ -20,7 +20,7 @@ from sql.errors import ConfigError
 from sql.types import Lane
 
 # Only a strictly newer bundle replaces the functions of a database. Raise it with every change to a function
-# that has been released; tests/test_deployment.py holds the pair of version and checksum.
+# that has been released; tests/kernel/test_deployment.py holds the pair of version and checksum.
 BUNDLE_VERSION = 1
 
 # The oldest host that can live with this version's schema and functions.
@@ -32,7 +32,11 @@ _MIGRATION_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _CONCURRENT = re.compile(r"\bCREATE\s+(UNIQUE\s+)?INDEX\s+CONCURRENTLY\b", re.IGNORECASE)
 
 # Transitions must keep their index plan whatever the statistics say: none yet, stale, or the sixth execution's
-# generic plan. Leave the planner nothing but nested loops over index seeks.
+# generic plan, made when the tables were still empty. Leave the planner nothing but nested loops over index seeks.
+#
+# That is why the functions look rows up as `key = ANY (ARRAY[x])`. With a plain `key = x` the planner may turn the
+# loop around, walk the whole index and compare: right for a table of ten rows, and still the plan a long-lived
+# session has when there are a million. It cannot sort or hash by the array form, so only the lookup is left.
 _LOOKUP = """SET search_path = @schema@, pg_temp
 SET jit = off
 SET plan_cache_mode = force_generic_plan

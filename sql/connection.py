@@ -356,7 +356,9 @@ async def _connect(session: Session, predecessor: Backend | None) -> None:
         session._conn = conn
         try:
             if predecessor is not None and not options.pooled:
-                await _end_predecessor(conn, predecessor, session.name)
+                # The server ends a statement that waits longer than the session allows.
+                wait_s = min(_PREDECESSOR_WAIT_S, 0.8 * options.statement_timeout_s)
+                await _end_predecessor(conn, predecessor, session.name, wait_s)
             return await conn.fetchrow(_IDENTITY, timeout=options.connect_timeout_s)
         except BaseException:
             conn.terminate()
@@ -390,11 +392,11 @@ async def _connect(session: Session, predecessor: Backend | None) -> None:
     session._conn.add_termination_listener(session._terminated)
 
 
-async def _end_predecessor(conn: Any, predecessor: Backend, name: str) -> None:
-    wait_ms = int(_PREDECESSOR_WAIT_S * 1000)
+async def _end_predecessor(conn: Any, predecessor: Backend, name: str, wait_s: float) -> None:
+    wait_ms = int(wait_s * 1000)
     try:
         gone = await conn.fetchval(
-            _END_PREDECESSOR, predecessor.pid, predecessor.started, wait_ms, timeout=_PREDECESSOR_WAIT_S + 1.0
+            _END_PREDECESSOR, predecessor.pid, predecessor.started, wait_ms, timeout=wait_s + 1.0
         )
     except asyncpg.InsufficientPrivilegeError as exc:
         log.warning("event=predecessor_kept session=%s pid=%d reason=%r", name, predecessor.pid, str(exc))
@@ -405,7 +407,7 @@ async def _end_predecessor(conn: Any, predecessor: Backend, name: str) -> None:
             "event=predecessor_stuck session=%s pid=%d waited_s=%g",
             name,
             predecessor.pid,
-            _PREDECESSOR_WAIT_S,
+            wait_s,
         )
 
 

@@ -25,7 +25,6 @@ _STATEMENT_S = 60.0
 _CONCURRENT_S = 3600.0
 
 _RECORD = """
-CREATE SCHEMA IF NOT EXISTS @schema@;
 CREATE TABLE IF NOT EXISTS @schema@.migrations (
     version integer PRIMARY KEY, name text NOT NULL, checksum text NOT NULL,
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp());
@@ -103,6 +102,9 @@ async def ensure(session: Session) -> bool:
 
 async def _build(session: Session) -> None:
     schema = session.options.schema
+    # Asked first: even with IF NOT EXISTS, creating needs a right that whoever was given a schema may lack.
+    if not await session.fetchval("SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", schema):
+        await session.script(bundle.render("CREATE SCHEMA IF NOT EXISTS @schema@", schema))
     await session.script(bundle.render(_RECORD, schema))
     await _refuse_newer(session)
     applied = {
@@ -116,13 +118,16 @@ async def _build(session: Session) -> None:
             continue
         await _apply(session, step)
         log.info("event=migrated schema=%s step=%s", schema, step.name)
-    if await _functions_version(session) < bundle.BUNDLE_VERSION:
+    # One that somebody has dropped is put back; the functions of a newer version are left alone.
+    version = await _functions_version(session)
+    if version < bundle.BUNDLE_VERSION or (
+        version == bundle.BUNDLE_VERSION and not (await check(session)).ready
+    ):
         await session.script(
-            "BEGIN; SET LOCAL check_function_bodies = off;"
+            "SET LOCAL check_function_bodies = off;"
             + bundle.render(bundle.functions(), schema)
             + _record("bundle_version", str(bundle.BUNDLE_VERSION), schema)
-            + _record("bundle_checksum", bundle.bundle_checksum(), schema)
-            + "COMMIT;",
+            + _record("bundle_checksum", bundle.bundle_checksum(), schema),
             timeout_s=_STATEMENT_S,
         )
         log.info("event=functions_replaced schema=%s version=%s", schema, bundle.BUNDLE_VERSION)
@@ -136,9 +141,8 @@ async def _apply(session: Session, step: bundle.Migration) -> None:
     )
     text = bundle.render(step.text, schema)
     if not step.concurrent:
-        await session.script(
-            f"BEGIN; SET LOCAL lock_timeout = '2s'; {text} {done} COMMIT;", timeout_s=_STATEMENT_S
-        )
+        # The statements of one script are one transaction, undone as a whole by an error.
+        await session.script(f"SET LOCAL lock_timeout = '2s'; {text} {done}", timeout_s=_STATEMENT_S)
         return
     # A build that was interrupted leaves an invalid index of that name in the way.
     for name in await _invalid_indexes(session):

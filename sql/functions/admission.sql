@@ -70,7 +70,7 @@ BEGIN
     END LOOP;
 
     IF true = ANY (p_named) OR num_nonnulls(VARIADIC p_keys) > 0 THEN
-        SELECT array_agg(EXISTS (SELECT 1 FROM runs WHERE i.named AND runs.run_id = i.run_id)
+        SELECT array_agg(EXISTS (SELECT 1 FROM runs WHERE i.named AND runs.run_id = ANY (ARRAY[i.run_id]))
                       OR EXISTS (SELECT 1 FROM runs
                                   WHERE i.key IS NOT NULL AND runs.idempotency_key IS NOT NULL
                                     AND coalesce(runs.org_id, '') = coalesce(i.org_id, '') AND runs.play = i.play
@@ -146,15 +146,16 @@ BEGIN
                     AND r.lease_owner = p_owner, false)
       FROM unnest(p_run_ids, p_named, p_plays, p_orgs, p_keys, p_inputs, p_requests, p_claim, v_busy)
            WITH ORDINALITY AS i (run_id, named, play, org_id, key, input, request, claim, busy, ord)
-      LEFT JOIN LATERAL (SELECT * FROM runs WHERE runs.run_id = i.run_id) n ON true
+      LEFT JOIN LATERAL (SELECT * FROM runs WHERE runs.run_id = ANY (ARRAY[i.run_id])) n ON true
       LEFT JOIN LATERAL (SELECT * FROM runs
                           WHERE coalesce(runs.org_id, '') = coalesce(i.org_id, '')
                             AND runs.play = i.play
                             AND runs.idempotency_key = i.key
-                            AND runs.idempotency_key IS NOT NULL) k ON true
-      LEFT JOIN LATERAL (SELECT * FROM runs WHERE runs.run_id = coalesce(k.run_id, n.run_id)) r ON true
+                            AND runs.idempotency_key IS NOT NULL
+                          LIMIT 1) k ON true  -- the limit keeps it a lookup per item
+      LEFT JOIN LATERAL (SELECT * FROM runs WHERE runs.run_id = ANY (ARRAY[coalesce(k.run_id, n.run_id)])) r ON true
       LEFT JOIN LATERAL (SELECT payload FROM facts
-                          WHERE facts.run_id = r.run_id AND lane = 0 AND seq = 1) f ON true;
+                          WHERE facts.run_id = ANY (ARRAY[r.run_id]) AND lane = 0 AND seq = 1) f ON true;
 END
 $$;
 
@@ -165,7 +166,7 @@ LANGUAGE sql STABLE
 SET search_path = @schema@, pg_temp
 AS $$
     SELECT p.play, v.priority::smallint, bucket_of(p.play, p_release, p_environment, v.priority),
-           EXISTS (SELECT 1 FROM plays WHERE plays.name = p.play)
+           EXISTS (SELECT 1 FROM plays WHERE plays.name = ANY (ARRAY[p.play]))
       FROM unnest(p_plays) AS p (play)
      CROSS JOIN generate_series(-2, 2) AS v (priority)
 $$;

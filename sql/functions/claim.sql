@@ -66,7 +66,7 @@ BEGIN
           FROM (SELECT r.run_id, r.due_at, r.status FROM runs r
                  WHERE r.bucket = v_bucket.bucket AND r.status IN ('queued', 'waiting')
                    AND r.due_at >= v_from AND r.due_at <= v_now
-                   AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = r.run_id)
+                   AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
                    AND (v_bucket.round = 1 OR r.run_id <> ALL (v_ids))
                  ORDER BY r.due_at
                  LIMIT v_quota
@@ -91,7 +91,7 @@ BEGIN
         ), passed AS (
             UPDATE receipts c SET done_at = v_now
               FROM resumed
-             WHERE c.run_id = resumed.run_id AND c.done_at IS NULL AND c.due_at <= v_now
+             WHERE c.run_id = ANY (ARRAY[resumed.run_id]) AND c.done_at IS NULL AND c.due_at <= v_now
         )
         INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
         SELECT run_id, 0, last_seq, 'run.resumed', v_now, jsonb_build_object('kind', wait_kind, 'key', wait_key)
@@ -111,7 +111,7 @@ BEGIN
                    last_seq = r.last_seq + 1,
                    lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
               FROM unnest(v_ids, v_dues) AS p (run_id, due_at)
-             WHERE r.run_id = p.run_id AND r.finished_at IS NULL AND r.lease_expires_at IS NULL
+             WHERE r.run_id = ANY (ARRAY[p.run_id]) AND r.finished_at IS NULL AND r.lease_expires_at IS NULL
             RETURNING r.run_id, r.attempt, r.play, r.failures, r.org_id, r.labels, r.last_seq, p.due_at AS was_due_at
         ), started AS (
             INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
@@ -125,7 +125,7 @@ BEGIN
                extract(epoch FROM v_now - c.was_due_at)::double precision,
                NULL::double precision
           FROM claimed c
-          JOIN facts f ON f.run_id = c.run_id AND f.lane = 0 AND f.seq = 1;
+          JOIN facts f ON f.run_id = ANY (ARRAY[c.run_id]) AND f.lane = 0 AND f.seq = 1;
     END IF;
 
     IF v_left <= 0 THEN
@@ -141,7 +141,7 @@ $$;
 -- Receipts of a run as {key: seconds until it passes, or null when it has passed}.
 CREATE OR REPLACE FUNCTION @schema@.run_receipts(p_run_id text, p_now timestamptz) RETURNS jsonb
 LANGUAGE sql STABLE
-SET search_path = @schema@, pg_temp
+@seek@
 AS $$
     SELECT jsonb_object_agg(key, CASE WHEN done_at IS NULL THEN extract(epoch FROM due_at - p_now) END)
       FROM receipts WHERE run_id = p_run_id
@@ -175,6 +175,6 @@ AS $$
            CASE WHEN r.attempt > 1 THEN run_receipts(r.run_id, clock()) END,
            r.org_id, r.labels, r.attempt_at, 0::double precision, NULL::double precision
       FROM runs r
-      JOIN facts f ON f.run_id = r.run_id AND f.lane = 0 AND f.seq = 1
+      JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = 1
      WHERE r.status = 'running' AND r.due_at > '-infinity' AND r.lease_owner = p_owner AND r.lease_token = p_token
 $$;

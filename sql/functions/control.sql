@@ -31,7 +31,7 @@ BEGIN
           FROM (SELECT DISTINCT ON (i.run_id) i.*
                   FROM unnest(p_run_ids, p_requests, p_reasons, p_by) WITH ORDINALITY AS i (run_id, request, reason, by, ord)
                  ORDER BY i.run_id, i.ord) i
-          JOIN runs r ON r.run_id = i.run_id
+          JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
          WHERE r.finished_at IS NULL
            FOR NO KEY UPDATE OF r SKIP LOCKED
     ), ended AS (
@@ -41,7 +41,7 @@ BEGIN
                terminal_seq = r.last_seq + 1, last_seq = r.last_seq + 1,
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
           FROM free i
-         WHERE r.run_id = i.run_id AND r.finished_at IS NULL
+         WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.finished_at IS NULL
         RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, i.was, i.request,
                   i.reason, i.by
     ), tried AS (
@@ -54,7 +54,7 @@ BEGIN
                jsonb_build_object('request_id', request, 'reason', reason, 'by', by)
           FROM ended
     ), unmarked AS (
-        DELETE FROM cancellations c USING ended WHERE c.run_id = ended.run_id
+        DELETE FROM cancellations c USING ended WHERE c.run_id = ANY (ARRAY[ended.run_id])
     )
     SELECT array_agg(run_id), array_agg(CASE WHEN was = 'running' THEN lease_owner END) INTO v_done, v_own FROM ended;
 
@@ -62,7 +62,7 @@ BEGIN
         INSERT INTO cancellations (requested_at, run_id, request_id, reason, requested_by)
         SELECT v_now, i.run_id, i.request, i.reason, i.by
           FROM unnest(p_run_ids, p_requests, p_reasons, p_by) AS i (run_id, request, reason, by)
-          JOIN runs r ON r.run_id = i.run_id AND r.finished_at IS NULL
+          JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.finished_at IS NULL
         ON CONFLICT DO NOTHING;
     END IF;
 
@@ -76,9 +76,9 @@ BEGIN
                 ELSE 'busy' END,
            d.owner
       FROM unnest(p_run_ids, p_requests) WITH ORDINALITY AS i (run_id, request, ord)
-      LEFT JOIN runs r ON r.run_id = i.run_id
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN unnest(v_done, v_own) AS d (run_id, owner) ON d.run_id = i.run_id
-      LEFT JOIN facts f ON f.run_id = r.run_id AND f.lane = 0 AND f.seq = r.terminal_seq;
+      LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = r.terminal_seq;
 END
 $$;
 
@@ -101,14 +101,14 @@ BEGIN
 
     DELETE FROM cancellations c
      WHERE NOT EXISTS (SELECT 1 FROM runs r
-                        WHERE r.run_id = c.run_id AND r.finished_at IS NULL);
+                        WHERE r.run_id = ANY (ARRAY[c.run_id]) AND r.finished_at IS NULL);
 
     SELECT array_agg(t.run_id), array_agg(t.request_id), array_agg(t.reason), array_agg(t.requested_by)
       INTO v_ids, v_requests, v_reasons, v_by
       FROM (SELECT first.*
               FROM (SELECT DISTINCT ON (c.run_id) c.* FROM cancellations c
                      ORDER BY c.run_id, c.requested_at, c.request_id) first
-              JOIN runs r ON r.run_id = first.run_id
+              JOIN runs r ON r.run_id = ANY (ARRAY[first.run_id])
              WHERE r.finished_at IS NULL
              LIMIT p_limit
                FOR NO KEY UPDATE OF r SKIP LOCKED) t;

@@ -12,7 +12,7 @@ CREATE OR REPLACE FUNCTION @schema@.append_facts(
     p_types text[], p_payloads jsonb[]
 ) RETURNS TABLE (ord integer, answer text)
 LANGUAGE plpgsql
-@seek@
+@lookup@
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -42,7 +42,7 @@ BEGIN
     ), free AS (
         SELECT r.run_id, r.attempt, r.lease_token, r.appended, r.last_seq, r.receiver
           FROM told i
-          JOIN runs r ON r.run_id = i.run_id
+          JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
          WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
            FOR NO KEY UPDATE OF r SKIP LOCKED
     ), fresh AS (
@@ -64,7 +64,7 @@ BEGIN
            SET appended = c.ordinal, last_seq = r.last_seq + c.lifecycle,
                lane_due_at = CASE WHEN r.lane_pending OR c.lifecycle = 0 THEN r.lane_due_at ELSE v_now END
           FROM counted c
-         WHERE r.run_id = c.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = c.attempt AND r.lease_token = c.lease_token
+         WHERE r.run_id = ANY (ARRAY[c.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = c.attempt AND r.lease_token = c.lease_token
         RETURNING 1
     ), observed AS (
         INSERT INTO lanes AS l (run_id, receiver, last_seq, lane_due_at)
@@ -90,7 +90,7 @@ BEGIN
            CASE WHEN r.run_id IS NULL THEN 'lost' WHEN r.appended >= i.ordinal THEN 'done' ELSE 'busy' END
       FROM unnest(p_run_ids, p_attempts, p_tokens, p_ordinals) WITH ORDINALITY
            AS i (run_id, attempt, token, ordinal, ord)
-      LEFT JOIN runs r ON r.run_id = i.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt
                       AND r.lease_token = i.token;
 END
 $$;
@@ -100,7 +100,7 @@ CREATE OR REPLACE FUNCTION @schema@.read_facts(
     p_run_id text, p_after_lane smallint, p_after_seq integer, p_limit integer
 ) RETURNS TABLE (lane smallint, seq integer, type text, payload jsonb, created_at timestamptz)
 LANGUAGE sql STABLE
-SET search_path = @schema@, pg_temp
+@seek@
 AS $$
     SELECT f.lane, f.seq, f.type, f.payload, f.created_at FROM facts f
      WHERE f.run_id = p_run_id AND (f.lane, f.seq) > (p_after_lane, p_after_seq)

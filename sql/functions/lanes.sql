@@ -126,7 +126,7 @@ BEGIN
     WITH free AS (
         SELECT i.run_id, i.token, i.through, l.acked_seq AS was
           FROM unnest(p_run_ids, p_tokens, p_through) AS i (run_id, token, through)
-          JOIN @table@ l ON l.run_id = i.run_id
+          JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id])
          WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
            AND l.acked_seq < i.through AND l.frozen_seq = i.through
            FOR NO KEY UPDATE OF l SKIP LOCKED
@@ -141,7 +141,7 @@ BEGIN
                lane_due_at = CASE WHEN p_prefix > 0 AND l.last_seq > i.through
                                   THEN v_now + make_interval(secs => p_lease_s) ELSE v_now END
           FROM free i
-         WHERE l.run_id = i.run_id AND l.lane_token = i.token AND l.acked_seq < i.through AND l.frozen_seq = i.through
+         WHERE l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.acked_seq < i.through AND l.frozen_seq = i.through
         RETURNING l.run_id, i.was
     )
     SELECT array_agg(run_id), array_agg(was) INTO v_done, v_was FROM acked;
@@ -153,7 +153,7 @@ BEGIN
                 ELSE 'lost' END,
            p.attempt, p.seqs, p.types, p.payloads, p.created_ats, g.types, g.lags
       FROM unnest(p_run_ids, p_tokens, p_through) WITH ORDINALITY AS i (run_id, token, through, ord)
-      LEFT JOIN @table@ l ON l.run_id = i.run_id
+      LEFT JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN LATERAL (
             SELECT l.lane_attempts AS attempt, q.seqs, q.types, q.payloads, q.created_ats
               FROM prefix_of(l.run_id, @number@::smallint, l.acked_seq, l.frozen_seq) q
@@ -164,7 +164,7 @@ BEGIN
             SELECT array_agg(f.type ORDER BY f.seq) AS types,
                    array_agg(greatest(extract(epoch FROM v_now - f.created_at), 0)::double precision ORDER BY f.seq) AS lags
               FROM facts f
-             WHERE f.run_id = d.run_id AND f.lane = @number@ AND f.seq > d.was AND f.seq <= i.through) g ON true;
+             WHERE f.run_id = ANY (ARRAY[d.run_id]) AND f.lane = @number@ AND f.seq > d.was AND f.seq <= i.through) g ON true;
 END
 $$;
 
@@ -192,7 +192,7 @@ BEGIN
     WITH free AS (
         SELECT i.*
           FROM unnest(p_run_ids, p_tokens, p_delays_s, p_reasons, p_unsent) AS i (run_id, token, delay_s, reason, unsent)
-          JOIN @table@ l ON l.run_id = i.run_id
+          JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id])
          WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
            FOR NO KEY UPDATE OF l SKIP LOCKED
     ), done AS (
@@ -204,7 +204,7 @@ BEGIN
                lane_attempts = l.lane_attempts - i.unsent::integer,
                frozen_seq = CASE WHEN i.unsent AND l.lane_attempts = 1 THEN NULL ELSE l.frozen_seq END
           FROM free i
-         WHERE l.run_id = i.run_id AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+         WHERE l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
         RETURNING l.run_id
     )
     SELECT count(*) INTO v_done FROM done;
@@ -213,7 +213,7 @@ BEGIN
     SELECT i.ord::integer,
            CASE WHEN l.run_id IS NULL THEN 'lost' WHEN l.lane_expires_at IS NULL THEN 'done' ELSE 'busy' END
       FROM unnest(p_run_ids, p_tokens) WITH ORDINALITY AS i (run_id, token, ord)
-      LEFT JOIN @table@ l ON l.run_id = i.run_id AND l.lane_token = i.token;
+      LEFT JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token;
 END
 $$;
 
@@ -235,14 +235,14 @@ BEGIN
     WITH free AS (
         SELECT i.*
           FROM unnest(p_run_ids, p_tokens) AS i (run_id, token)
-          JOIN @table@ l ON l.run_id = i.run_id
+          JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id])
          WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
            FOR NO KEY UPDATE OF l SKIP LOCKED
     ), done AS (
         UPDATE @table@ l
            SET lane_expires_at = greatest(l.lane_expires_at, v_until)
           FROM free i
-         WHERE l.run_id = i.run_id AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+         WHERE l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
         RETURNING l.run_id
     )
     SELECT array_agg(run_id) INTO v_done FROM done;
@@ -251,7 +251,7 @@ BEGIN
     SELECT i.ord::integer,
            CASE WHEN i.run_id = ANY (v_done) THEN 'renewed' WHEN l.run_id IS NOT NULL THEN 'busy' ELSE 'lost' END
       FROM unnest(p_run_ids, p_tokens) WITH ORDINALITY AS i (run_id, token, ord)
-      LEFT JOIN @table@ l ON l.run_id = i.run_id AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL;
+      LEFT JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL;
 END
 $$;
 
@@ -296,7 +296,7 @@ BEGIN
     UPDATE @table@ l
        SET acked_seq = i.through, frozen_seq = NULL, lane_attempts = 0, lane_expires_at = NULL, lane_due_at = v_now
       FROM unnest(v_turn.run_ids, v_turn.through) AS i (run_id, through)
-     WHERE l.run_id = i.run_id;
+     WHERE l.run_id = ANY (ARRAY[i.run_id]);
 
     IF cardinality(v_turn.run_ids) IS DISTINCT FROM cardinality(v_ids) THEN
         UPDATE @table@ l

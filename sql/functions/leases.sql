@@ -1,7 +1,8 @@
 -- leases: live attempts are renewed, by an explicit list, never "all of mine".
 --
 -- Lock order: run rows, SKIP LOCKED. A row that somebody holds is answered busy and costs nobody else time.
--- Fence: a lease (a row has one exactly while it runs), attempt and token. Only lease_expires_at moves, which no index covers: the renewal is HOT.
+-- Fence: a lease (a row has one exactly while it runs), attempt and token. Only lease_expires_at moves, which no
+-- index covers: the renewal is HOT.
 
 -- answer: renewed | busy (the row is locked; the lease stands as it was) | lost (the fence is gone).
 -- cancel: a request to cancel this run is recorded.
@@ -22,20 +23,20 @@ BEGIN
     WITH free AS (
         SELECT i.*
           FROM unnest(p_run_ids, p_attempts, p_tokens) AS i (run_id, attempt, token)
-          JOIN runs r ON r.run_id = i.run_id
+          JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
          WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
            FOR NO KEY UPDATE OF r SKIP LOCKED
     ), renewed AS (
         UPDATE runs r SET lease_expires_at = greatest(r.lease_expires_at, v_until)
           FROM free i
-         WHERE r.run_id = i.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+         WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
         RETURNING r.run_id
     )
     SELECT array_agg(run_id) INTO v_done FROM renewed;
 
     IF cardinality(v_done) = cardinality(p_run_ids) THEN
         RETURN QUERY
-        SELECT i.ord::integer, 'renewed'::text, EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = i.run_id)
+        SELECT i.ord::integer, 'renewed'::text, EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[i.run_id]))
           FROM unnest(p_run_ids) WITH ORDINALITY AS i (run_id, ord);
         RETURN;
     END IF;
@@ -43,9 +44,9 @@ BEGIN
     RETURN QUERY
     SELECT i.ord::integer,
            CASE WHEN i.run_id = ANY (v_done) THEN 'renewed' WHEN r.run_id IS NOT NULL THEN 'busy' ELSE 'lost' END,
-           EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = i.run_id)
+           EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[i.run_id]))
       FROM unnest(p_run_ids, p_attempts, p_tokens) WITH ORDINALITY AS i (run_id, attempt, token, ord)
-      LEFT JOIN runs r ON r.run_id = i.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt
                       AND r.lease_token = i.token;
 END
 $$;

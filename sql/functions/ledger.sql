@@ -41,6 +41,7 @@ DECLARE
 BEGIN
     WITH told AS MATERIALIZED (
         SELECT i.run_id, i.first, i.through, count(*)::integer AS facts,
+               min(f.created_at) AS accepted_at,  -- of use where the first fact is among them
                max(f.created_at) AS updated_at,
                min(f.created_at) FILTER (WHERE f.type = 'run.started') AS started_at,
                count(*) FILTER (WHERE f.type = 'run.started')::integer AS attempts,
@@ -55,7 +56,11 @@ BEGIN
                array_agg(f.type) AS types,
                array_agg(greatest(extract(epoch FROM p_now - f.created_at), 0)::double precision) AS lags
           FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)
-          JOIN facts f ON f.run_id = i.run_id AND f.lane = 0 AND f.seq >= i.first AND f.seq <= i.through
+         -- OFFSET 0 keeps it a seek per run. Joined plainly, a plan made when the log was short walks all of it.
+         CROSS JOIN LATERAL (
+                SELECT g.seq, g.type, g.created_at, g.payload FROM facts g
+                 WHERE g.run_id = i.run_id AND g.lane = 0 AND g.seq >= i.first AND g.seq <= i.through
+                OFFSET 0) f
          GROUP BY i.run_id, i.first, i.through
         HAVING count(*) = i.through - i.first + 1
     ), begun AS (
@@ -64,10 +69,9 @@ BEGIN
             applied_seq, applied_facts, output, error)
         SELECT t.run_id, t.created ->> 'play', t.created ->> 'org_id', t.created -> 'labels',
                (ARRAY['queued', 'running', 'waiting', 'completed', 'failed', 'cancelled'])[t.stand],
-               c.created_at, t.updated_at, t.started_at, CASE WHEN t.stand >= 4 THEN t.updated_at END, t.attempts,
+               t.accepted_at, t.updated_at, t.started_at, CASE WHEN t.stand >= 4 THEN t.updated_at END, t.attempts,
                t.through, t.facts, t.ended -> 'output', t.ended -> 'error'
           FROM told t
-          JOIN facts c ON c.run_id = t.run_id AND c.lane = 0 AND c.seq = 1
          WHERE t.first = 1
         ON CONFLICT (run_id) DO NOTHING
         RETURNING run_id, applied_seq
@@ -84,7 +88,7 @@ BEGIN
                applied_seq = t.through, applied_facts = l.applied_facts + t.facts,
                output = t.ended -> 'output', error = t.ended -> 'error'
           FROM told t
-         WHERE l.run_id = t.run_id AND t.first > 1 AND l.applied_seq = t.first - 1
+         WHERE l.run_id = ANY (ARRAY[t.run_id]) AND t.first > 1 AND l.applied_seq = t.first - 1
         RETURNING l.run_id, l.applied_seq
     ), applied AS (
         SELECT run_id, applied_seq FROM begun UNION ALL SELECT run_id, applied_seq FROM moved
@@ -112,7 +116,7 @@ BEGIN
                 SELECT f.payload FROM facts f
                  WHERE f.run_id = i.run_id AND f.lane = 0 AND f.seq BETWEEN i.first AND i.through
                    AND f.type = 'run.progress' ORDER BY f.seq DESC LIMIT 1) g ON true
-         WHERE l.run_id = i.run_id AND l.applied_seq = i.through AND coalesce(w.payload, g.payload) IS NOT NULL
+         WHERE l.run_id = ANY (ARRAY[i.run_id]) AND l.applied_seq = i.through AND coalesce(w.payload, g.payload) IS NOT NULL
            AND i.run_id = ANY (v_done);
     END IF;
 
@@ -121,7 +125,7 @@ BEGIN
                coalesce(v_ends, '{}') || coalesce(array_agg(i.through), '{}')
           INTO v_done, v_ends
           FROM unnest(p_run_ids, p_through) AS i (run_id, through)
-          JOIN ledger_runs l ON l.run_id = i.run_id AND l.applied_seq >= i.through
+          JOIN ledger_runs l ON l.run_id = ANY (ARRAY[i.run_id]) AND l.applied_seq >= i.through
          WHERE NOT (i.run_id = ANY (coalesce(v_done, '{}')));
     END IF;
 
@@ -146,9 +150,12 @@ BEGIN
                           ORDER BY g.run_id DESC, g.seq DESC LIMIT 1), 0) >= i.first - 1
     ), written AS (
         INSERT INTO ledger_logs (run_id, seq, created_at, payload)
-        SELECT f.run_id, f.seq, f.created_at, f.payload
+        SELECT i.run_id, f.seq, f.created_at, f.payload
           FROM ready i
-          JOIN facts f ON f.run_id = i.run_id AND f.lane = 1 AND f.seq >= i.first AND f.seq <= i.through
+         CROSS JOIN LATERAL (  -- a seek per run, as above
+                SELECT g.seq, g.created_at, g.payload FROM facts g
+                 WHERE g.run_id = i.run_id AND g.lane = 1 AND g.seq >= i.first AND g.seq <= i.through
+                OFFSET 0) f
         ON CONFLICT DO NOTHING
         RETURNING created_at
     )

@@ -2,8 +2,8 @@
 --
 -- Lock order: run rows, SKIP LOCKED, then the attempt's row and the fact, which nobody else can be writing.
 -- Fence: a lease, attempt and token, repeated in the write. (A row has a lease exactly while it runs; asking for
--- the lease rather than the status keeps the planner on the primary key instead of the index of running rows.) The row keeps attempt and token after the end, so
--- that a call whose answer was lost is asked again and answered alike.
+-- the lease rather than the status keeps the planner on the primary key instead of the index of running rows.) The
+-- row keeps attempt and token after the end, so that a call whose answer was lost is asked again and answered alike.
 
 -- Ends attempts. p_outcomes, per item:
 --
@@ -34,7 +34,7 @@ BEGIN
         SELECT i.*, i.outcome IN ('completed', 'failed') AS terminal
           FROM unnest(p_run_ids, p_attempts, p_tokens, p_outcomes, p_payloads, p_delays)
                AS i (run_id, attempt, token, outcome, payload, delay_s)
-          JOIN runs r ON r.run_id = i.run_id
+          JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
          WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
            FOR NO KEY UPDATE OF r SKIP LOCKED
     ), ended AS (
@@ -49,7 +49,7 @@ BEGIN
                last_seq = r.last_seq + 1,
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
           FROM free i
-         WHERE r.run_id = i.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+         WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
         RETURNING r.run_id, r.attempt, r.last_seq, r.attempt_at, r.lease_owner, r.lease_token, r.due_at, r.failures,
                   i.terminal, i.outcome, i.payload
     ), tried AS (
@@ -82,8 +82,8 @@ BEGIN
            r.status
       FROM unnest(p_run_ids, p_attempts, p_tokens, p_outcomes) WITH ORDINALITY
            AS i (run_id, attempt, token, outcome, ord)
-      LEFT JOIN runs r ON r.run_id = i.run_id
-      LEFT JOIN attempts a ON a.run_id = i.run_id AND a.attempt = i.attempt AND a.token = i.token;
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
+      LEFT JOIN attempts a ON a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt AND a.token = i.token;
 END
 $$;
 
@@ -111,7 +111,7 @@ BEGIN
     SELECT array_agg(t.run_id) INTO v_free
       FROM (SELECT r.run_id
               FROM unnest(p_run_ids, p_attempts, p_tokens) AS i (run_id, attempt, token)
-              JOIN runs r ON r.run_id = i.run_id
+              JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
              WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
                FOR NO KEY UPDATE OF r SKIP LOCKED) t;
     v_now := clock();
@@ -129,7 +129,7 @@ BEGIN
          CROSS JOIN LATERAL (
                 SELECT c.key, c.kind, c.due_at
                   FROM jsonb_to_recordset(i.waits) AS w (key text)
-                  JOIN receipts c ON c.run_id = i.run_id AND c.key = w.key
+                  JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = w.key
                  ORDER BY c.due_at, c.key LIMIT 1) c
          WHERE i.run_id = ANY (v_free)
     ), parked AS (
@@ -139,7 +139,7 @@ BEGIN
                last_seq = r.last_seq + 1,
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
           FROM first f
-         WHERE r.run_id = f.run_id AND r.lease_expires_at IS NOT NULL AND r.attempt = f.attempt AND r.lease_token = f.token
+         WHERE r.run_id = ANY (ARRAY[f.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = f.attempt AND r.lease_token = f.token
         RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, r.wait_kind, r.wait_key,
                   r.wait_until
     ), tried AS (
@@ -161,7 +161,7 @@ BEGIN
                 ELSE 'lost' END,
            r.status
       FROM unnest(p_run_ids, p_attempts, p_tokens) WITH ORDINALITY AS i (run_id, attempt, token, ord)
-      LEFT JOIN runs r ON r.run_id = i.run_id
-      LEFT JOIN attempts a ON a.run_id = i.run_id AND a.attempt = i.attempt AND a.token = i.token;
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
+      LEFT JOIN attempts a ON a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt AND a.token = i.token;
 END
 $$;

@@ -17,7 +17,7 @@ AS $$
            CASE WHEN r.status = 'running' THEN coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
            r.lease_expires_at, r.last_seq, r.acked_seq, r.lane_error
       FROM unnest(p_run_ids) AS i (run_id)
-      JOIN runs r ON r.run_id = i.run_id
+      JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN hosts h ON h.host = r.lease_owner
 $$;
 
@@ -27,7 +27,7 @@ CREATE OR REPLACE FUNCTION @schema@.list_runs(
     p_status text, p_play text, p_org text, p_labels jsonb, p_limit integer, p_after text
 ) RETURNS SETOF text
 LANGUAGE sql STABLE
-SET search_path = @schema@, pg_temp
+@seek@
 AS $$
     SELECT r.run_id FROM runs r
      WHERE r.run_id < coalesce(p_after, '~')  -- sorts after every run id
@@ -46,8 +46,8 @@ LANGUAGE sql STABLE
 AS $$
     SELECT i.run_id, r.status, f.payload
       FROM unnest(p_run_ids) AS i (run_id)
-      LEFT JOIN runs r ON r.run_id = i.run_id
-      LEFT JOIN facts f ON f.run_id = r.run_id AND f.lane = 0 AND f.seq = r.terminal_seq
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
+      LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = r.terminal_seq
      WHERE r.run_id IS NULL OR r.finished_at IS NOT NULL
 $$;
 
@@ -57,7 +57,7 @@ RETURNS TABLE (
     attempt integer, outcome text, host text, started_at timestamptz, ended_at timestamptz, error jsonb
 )
 LANGUAGE sql STABLE
-SET search_path = @schema@, pg_temp
+@seek@
 AS $$
     SELECT a.attempt, a.outcome, coalesce(h.name || ' pid ' || h.pid, a.owner::text), a.started_at, a.ended_at, a.error
       FROM attempts a
@@ -73,13 +73,30 @@ RETURNS TABLE (
     oldest_snapshot_s double precision
 )
 LANGUAGE sql STABLE
-SET search_path = @schema@, pg_temp
+@seek@
 AS $$
+    -- Receivers that have something pending, one seek each.
+    WITH RECURSIVE pending AS (
+        (SELECT receiver FROM runs WHERE lane_pending ORDER BY receiver LIMIT 1)
+         UNION ALL
+        SELECT (SELECT r.receiver FROM runs r
+                 WHERE r.lane_pending AND r.receiver > p.receiver ORDER BY r.receiver LIMIT 1)
+          FROM pending p WHERE p.receiver IS NOT NULL
+    )
     SELECT o.queued, o.waiting,
            (SELECT count(*) FROM (SELECT 1 FROM runs WHERE status = 'running' LIMIT p_limit) t),
            (SELECT count(*) FROM (SELECT 1 FROM runs WHERE lane_pending LIMIT p_limit) t),
            (SELECT count(*) FROM (SELECT 1 FROM lanes WHERE lane_pending LIMIT p_limit) t),
-           (SELECT count(*) FROM (SELECT 1 FROM runs WHERE lane_pending AND lane_due_at = 'infinity' LIMIT p_limit) t),
+           (SELECT count(*)
+              FROM (SELECT 1
+                      FROM pending p
+                     CROSS JOIN (VALUES (0::smallint), (1::smallint), (2::smallint), (3::smallint)) AS k (rank)
+                     CROSS JOIN LATERAL (
+                            SELECT 1 FROM runs r
+                             WHERE r.receiver = p.receiver AND r.lane_rank = k.rank AND r.lane_pending
+                               AND r.lane_due_at = 'infinity'
+                             LIMIT p_limit) b
+                     LIMIT p_limit) t),
            (SELECT extract(epoch FROM max(clock_timestamp() - xact_start))::double precision
               FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid())
       FROM (SELECT count(*) FILTER (WHERE t.status = 'queued') AS queued,

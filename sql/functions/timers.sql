@@ -25,7 +25,7 @@ BEGIN
 
     WITH due AS (
         SELECT r.run_id, r.lease_expires_at <= v_now AS dead,
-               r.crashes + 1 > coalesce((SELECT p.crash_cap FROM plays p WHERE p.name = r.play), p_crash_cap) AS over
+               r.crashes + 1 > coalesce((SELECT p.crash_cap FROM plays p WHERE p.name = ANY (ARRAY[r.play])), p_crash_cap) AS over
           FROM runs r
          WHERE r.status = 'running' AND r.due_at <= v_now
          ORDER BY r.due_at
@@ -34,7 +34,7 @@ BEGIN
     ), pushed AS (
         UPDATE runs r SET due_at = r.lease_expires_at
           FROM due d
-         WHERE r.run_id = d.run_id AND NOT d.dead AND r.lease_expires_at > v_now
+         WHERE r.run_id = ANY (ARRAY[d.run_id]) AND NOT d.dead AND r.lease_expires_at > v_now
         RETURNING 1
     ), expired AS (
         UPDATE runs r
@@ -47,7 +47,7 @@ BEGIN
                last_seq = r.last_seq + 1,
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
           FROM due d
-         WHERE r.run_id = d.run_id AND d.dead AND r.lease_expires_at <= v_now
+         WHERE r.run_id = ANY (ARRAY[d.run_id]) AND d.dead AND r.lease_expires_at <= v_now
         RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, r.crashes, r.failures,
                   d.over
     ), tried AS (

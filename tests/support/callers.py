@@ -34,7 +34,8 @@ class Caller:
     _conn: Any = None
 
     async def fetch(self, statement: str, *args: Any) -> list[Any]:
-        return await self._run(self._conn.fetch(statement, *args))
+        rows: list[Any] = await self._run(self._conn.fetch(statement, *args))
+        return rows
 
     async def fetchrow(self, statement: str, *args: Any) -> Any:
         return await self._run(self._conn.fetchrow(statement, *args))

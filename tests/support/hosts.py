@@ -102,6 +102,8 @@ class Hosts:
     async def delivered(self, run_ids: Iterable[str], *, within_s: float = 20.0) -> list[reconcile.Account]:
         """Wait until these runs have ended and the default ledger has everything; their accounts."""
         wanted = list(run_ids)
+        if not wanted:
+            return []
         async with self.session() as session:
 
             async def whole() -> list[reconcile.Account] | None:

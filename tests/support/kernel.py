@@ -13,7 +13,9 @@ from typing import Any
 
 import attrs
 
-from sql import admission, bundle, claim, control, deployment, facts, lanes, leases, settle, timers
+from sql import admission, bundle, control, deployment, facts, lanes, leases, timers
+from sql import claim as claims
+from sql import settle as settling
 from sql.calls import new_token
 from sql.connection import Session, SessionOptions, open_session
 from sql.types import Lane
@@ -73,10 +75,10 @@ class Kernel:
     def bucket(self, play: str = "alpha", priority: int = 0) -> int:
         return self.served[play, priority]
 
-    def buckets(self, plays: Sequence[str] = PLAYS) -> claim.Buckets:
+    def buckets(self, plays: Sequence[str] = PLAYS) -> claims.Buckets:
         """Every bucket of some plays, without release and environment."""
         mine = [(bucket, priority) for (play, priority), bucket in self.served.items() if play in plays]
-        return claim.Buckets(tuple(bucket for bucket, _ in mine), tuple(priority for _, priority in mine))
+        return claims.Buckets(tuple(bucket for bucket, _ in mine), tuple(priority for _, priority in mine))
 
     def submission(self, play: str = "alpha", *, input: Any = None, **fields: Any) -> admission.Submission:
         """One item for ``admit``; a run id that the test gives counts as the caller's own."""
@@ -109,8 +111,8 @@ class Kernel:
         lease_s: float = LEASE_S,
         oldest: bool = False,
         low_water: Any = None,
-    ) -> list[claim.Claimed]:
-        claimed, _ = await claim.claim(
+    ) -> list[claims.Claimed]:
+        claimed, _ = await claims.claim(
             self.session,
             self.buckets(plays),
             owner=self.owner,
@@ -122,37 +124,37 @@ class Kernel:
         )
         return claimed
 
-    async def started(self, play: str = "alpha", **fields: Any) -> claim.Claimed:
+    async def started(self, play: str = "alpha", **fields: Any) -> claims.Claimed:
         """A new run with a live attempt of this host."""
         run_id = await self.submit(play, **fields)
         taken = [item for item in await self.claim() if item.run_id == run_id]
         assert taken, "somebody else took it"
         return taken[0]
 
-    async def settle(self, item: claim.Claimed, outcome: str, **fields: Any) -> settle.Settled:
-        (answer,) = await settle.settle(
+    async def settle(self, item: claims.Claimed, outcome: str, **fields: Any) -> settling.Settled:
+        (answer,) = await settling.settle(
             self.session,
-            [settle.Settlement(item.run_id, item.attempt, item.token, outcome, **fields)],
+            [settling.Settlement(item.run_id, item.attempt, item.token, outcome, **fields)],
         )
         return answer
 
-    async def complete(self, item: claim.Claimed, output: Any = None) -> settle.Settled:
+    async def complete(self, item: claims.Claimed, output: Any = None) -> settling.Settled:
         return await self.settle(item, "completed", payload=json.dumps({"output": output}))
 
-    async def park(self, item: claim.Claimed, **delays_s: float) -> settle.Settled:
+    async def park(self, item: claims.Claimed, **delays_s: float) -> settling.Settled:
         waits = [{"key": key, "kind": "sleep", "delay_s": delay} for key, delay in delays_s.items()]
-        (answer,) = await settle.park(
+        (answer,) = await settling.park(
             self.session,
-            [settle.Settlement(item.run_id, item.attempt, item.token, "parked", waits=json.dumps(waits))],
+            [settling.Settlement(item.run_id, item.attempt, item.token, "parked", waits=json.dumps(waits))],
         )
         return answer
 
-    async def renew(self, item: claim.Claimed, lease_s: float = LEASE_S) -> leases.Renewal:
+    async def renew(self, item: claims.Claimed, lease_s: float = LEASE_S) -> leases.Renewal:
         (answer,) = await leases.renew(self.session, [item], lease_s=lease_s)
         return answer
 
     async def say(
-        self, item: claim.Claimed, ordinal: int, lane: Lane = Lane.LIFECYCLE, payload: Any = None
+        self, item: claims.Claimed, ordinal: int, lane: Lane = Lane.LIFECYCLE, payload: Any = None
     ) -> str:
         (answer,) = await facts.append(self.session, [saying(item, ordinal, lane, payload)])
         return answer
@@ -167,7 +169,8 @@ class Kernel:
         return await timers.expire(self.session, limit=limit, crash_cap=crash_cap)
 
     async def status(self, run_id: str) -> str | None:
-        return await self.fetchval("SELECT status FROM @schema@.runs WHERE run_id = $1", run_id)
+        found: str | None = await self.fetchval("SELECT status FROM @schema@.runs WHERE run_id = $1", run_id)
+        return found
 
     async def fact_types(self, run_id: str, lane: Lane = Lane.LIFECYCLE) -> list[str]:
         return [fact.type for fact in await facts.read(self.session, run_id) if fact.lane is lane]
@@ -224,7 +227,7 @@ class Kernel:
 
 
 def saying(
-    item: claim.Claimed, ordinal: int, lane: Lane = Lane.LIFECYCLE, payload: Any = None
+    item: claims.Claimed, ordinal: int, lane: Lane = Lane.LIFECYCLE, payload: Any = None
 ) -> facts.Saying:
     """One fact that a live attempt has to say."""
     type_, default = (
@@ -247,7 +250,12 @@ async def prepare(session: Session, *, plays: Sequence[str] = PLAYS, owner: int 
     """Build the schema of a session (or find it built), register the plays, and return its doors."""
     await deployment.ensure(session)
     await admission.register_host(
-        session, host=owner, name=f"host-{owner}", pid=owner, version="test", crash_caps=dict.fromkeys(plays, 5)
+        session,
+        host=owner,
+        name=f"host-{owner}",
+        pid=owner,
+        version="test",
+        crash_caps=dict.fromkeys(plays, 5),
     )
     served, _ = await admission.play_buckets(session, plays, release_id=None, environment=None)
     return Kernel(session, owner, served)

@@ -81,11 +81,19 @@ def _new_folder() -> Path:
 @contextmanager
 def temporary_server(binaries: Path | None = None) -> Iterator[str]:
     """A server of its own, stopped and removed at the end; the DSN of its ``postgres`` database."""
+    with own_server(binaries) as server:
+        yield server.dsn
+
+
+@contextmanager
+def own_server(binaries: Path | None = None) -> Iterator[EmbeddedServer]:
+    """The same, for who stops it (``leave()``) and starts it again (``join()``) on the way."""
     folder = _new_folder()
     server = EmbeddedServer.of(folder, settings=THROWAWAY_SETTINGS, binaries=binaries)
     with _reaped(folder, server.folder, server.binaries):
         try:
-            yield server.join()
+            server.join()
+            yield server
         finally:
             server.leave()
             # Two where the server's account cannot enter the temp folder.

@@ -49,9 +49,7 @@ class Situation:
 
     def over(self, other: Situation) -> Situation:
         """This one; where it does not care, the other."""
-        mine = {
-            name: value for name, value in attrs.asdict(self).items() if value is not None
-        }
+        mine = {name: value for name, value in attrs.asdict(self).items() if value is not None}
         return attrs.evolve(other, **mine)
 
 
@@ -110,7 +108,10 @@ async def prepare_run(kernel: Kernel, situation: Situation, run_id: str) -> Subj
         await kernel.settle(taken, "retried")
     elif situation.run == "waiting":
         await kernel.park(taken, nap=5.0, long=500.0)
-    for lane, wanted in ((Lane.LIFECYCLE, situation.lifecycle), (Lane.OBSERVABILITY, situation.observability)):
+    for lane, wanted in (
+        (Lane.LIFECYCLE, situation.lifecycle),
+        (Lane.OBSERVABILITY, situation.observability),
+    ):
         if wanted == "leased":
             (prefix,) = await kernel.claim_lanes(lane, token=LANE_TOKEN, prefix=1, lease_s=_LANE_LEASE_S)
             assert await kernel.apply(prefix)
@@ -135,7 +136,16 @@ async def left_behind(kernel: Kernel, subject: Subject) -> Any:
 
 async def clear_away(kernel: Kernel, subject: Subject) -> None:
     """Delete a run, so that set-wise transitions find only the next one."""
-    for table in ("runs", "facts", "attempts", "receipts", "lanes", "cancellations", "ledger_runs", "ledger_logs"):
+    for table in (
+        "runs",
+        "facts",
+        "attempts",
+        "receipts",
+        "lanes",
+        "cancellations",
+        "ledger_runs",
+        "ledger_logs",
+    ):
         await kernel.execute(f"DELETE FROM @schema@.{table} WHERE run_id = $1", subject.run_id)
 
 
@@ -198,7 +208,9 @@ def _cancelling(name: str, *, mark: bool) -> Transition:
 
 
 async def _cancel_run(kernel: Kernel, subject: Subject) -> Any:
-    return await kernel.fetchval("""SELECT @schema@.cancel_run($1, '{"request_id": "door"}')""", subject.run_id)
+    return await kernel.fetchval(
+        """SELECT @schema@.cancel_run($1, '{"request_id": "door"}')""", subject.run_id
+    )
 
 
 async def _sweep(kernel: Kernel, _: Subject) -> Any:

@@ -1,0 +1,280 @@
+"""A small model of the kernel in plain Python: what every call must answer, and what must be in the rows after it.
+
+Owns the rules in their simplest form: one thing at a time, no locks, whole seconds. It never talks to a database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from sql.types import TERMINAL_STATUSES, Lane
+
+NEVER = float("inf")
+CRASH_CAP = 2
+
+
+@attrs.define
+class LaneModel:
+    """One run's lane: the facts' types, the cursor and the lease."""
+
+    due: float
+    types: list[str] = attrs.field(factory=list)
+    acked: int = 0
+    frozen: int | None = None
+    attempts: int = 0
+    token: int | None = None
+    expires: float | None = None
+    error: str | None = None
+
+    @property
+    def last(self) -> int:
+        return len(self.types)
+
+    @property
+    def pending(self) -> bool:
+        return self.acked < self.last
+
+    def append(self, now: float, *types: str) -> None:
+        if types and not self.pending:
+            self.due = now
+        self.types += types
+
+    def claimable(self, now: float) -> bool:
+        return (
+            self.pending
+            and self.error is None
+            and self.due <= now
+            and (self.expires is None or self.expires <= now)
+        )
+
+    def freeze(self, prefix: int) -> int:
+        return self.frozen or min(self.last, self.acked + prefix)
+
+    def claim(self, now: float, token: int, prefix: int, lease: float) -> None:
+        self.frozen = self.freeze(prefix)
+        self.attempts += 1
+        self.token, self.expires, self.due = token, now + lease, now + lease
+
+    def held_by(self, token: int) -> bool:
+        return self.token == token and self.expires is not None
+
+    def acknowledge(self, now: float, token: int, through: int, prefix: int, lease: float) -> str:
+        if self.held_by(token) and self.acked < through and self.frozen == through:
+            self.acked, self.frozen, self.attempts, self.expires, self.due = through, None, 0, None, now
+            if prefix and self.pending:
+                self.claim(now, token, prefix, lease)
+        elif self.acked < through:
+            return "lost"
+        return "acked"
+
+    def hand_back(self, now: float, token: int, delay: float, reason: str | None, unsent: bool) -> str:
+        if self.token != token:
+            return "lost"
+        if self.expires is not None:
+            self.expires, self.error = None, reason
+            self.due = now + delay if reason is None else NEVER
+            if unsent:
+                self.frozen = None if self.attempts == 1 else self.frozen
+                self.attempts -= 1
+        return "done"
+
+    def renew(self, now: float, token: int, lease: float) -> str:
+        if not self.held_by(token):
+            return "lost"
+        self.expires = max(self.expires or now, now + lease)
+        return "renewed"
+
+    def deliver(self, now: float, prefix: int) -> None:
+        self.acked = self.freeze(prefix)
+        self.frozen, self.attempts, self.expires, self.due = None, 0, None, now
+
+
+@attrs.define
+class RunModel:
+    """One run."""
+
+    run_id: str
+    play: str
+    priority: int
+    org: str | None
+    key: str | None
+    input: int
+    request: int
+    due: float
+    lifecycle: LaneModel
+    logs: LaneModel | None = None
+    status: str = "queued"
+    attempt: int = 0
+    token: int | None = None
+    owner: int | None = None
+    expires: float | None = None
+    appended: int = 0
+    failures: int = 0
+    crashes: int = 0
+    wait: str | None = None
+    receipts: dict[str, float] = attrs.field(factory=dict)
+    passed: set[str] = attrs.field(factory=set)
+    ended: dict[int, tuple[int | None, str]] = attrs.field(factory=dict)  # attempt: token, outcome
+    fences: list[tuple[int, int]] = attrs.field(factory=list)  # every attempt and token there was
+    marks: list[tuple[float, str]] = attrs.field(factory=list)
+    cancelled_by: str | None = None
+    terminal_seq: int | None = None
+    wait_seq: int | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.status in TERMINAL_STATUSES
+
+    @property
+    def rank(self) -> int:
+        acked = self.lifecycle.acked
+        if acked == 0:
+            return 0
+        if (self.terminal_seq or 0) > acked:
+            return 1
+        return 2 if (self.wait_seq or 0) > acked else 3
+
+    def lane(self, lane: Lane) -> LaneModel | None:
+        return self.lifecycle if lane is Lane.LIFECYCLE else self.logs
+
+    def holds(self, attempt: int, token: int) -> bool:
+        return self.status == "running" and (self.attempt, self.token) == (attempt, token)
+
+    def claimable(self, now: float) -> bool:
+        return self.status in ("queued", "waiting") and self.due <= now and not self.marks
+
+    # --- transitions ---------------------------------------------------------------------------------
+
+    def start(self, now: float, owner: int, token: int, lease: float) -> None:
+        if self.status == "waiting":
+            self.lifecycle.append(now, "run.resumed")
+            self.passed |= {key for key, due in self.receipts.items() if due <= now}
+        self.status, self.attempt, self.appended, self.wait = "running", self.attempt + 1, 0, None
+        self.owner, self.token, self.expires, self.due = owner, token, now + lease, now + lease
+        self.fences.append((self.attempt, token))
+        self.lifecycle.append(now, "run.started")
+
+    def stop(self, outcome: str) -> None:
+        self.ended[self.attempt] = (self.token, outcome)
+        self.expires = None
+
+    def finish(self, now: float, status: str) -> None:
+        self.status, self.due, self.wait = status, NEVER, None
+        self.lifecycle.append(now, f"run.{status}")
+        self.terminal_seq = self.lifecycle.last
+
+    def settle(self, now: float, attempt: int, token: int, outcome: str, delay: float) -> str:
+        if not self.holds(attempt, token):
+            return "done" if self.ended.get(attempt) == (token, outcome) else "lost"
+        self.stop(outcome)
+        self.failures += outcome in ("failed", "retried")
+        if outcome in ("completed", "failed"):
+            self.finish(now, outcome)
+        else:
+            self.status, self.due = "queued", now + delay
+            self.lifecycle.append(now, "run.requeued")
+        return "done"
+
+    def park(self, now: float, attempt: int, token: int, waits: dict[str, float]) -> str:
+        if not self.holds(attempt, token):
+            return "done" if self.ended.get(attempt) == (token, "parked") else "lost"
+        self.stop("parked")
+        for key, delay in waits.items():
+            self.receipts.setdefault(key, now + delay)
+        self.due, self.wait = min((self.receipts[key], key) for key in waits)
+        self.status = "waiting"
+        self.lifecycle.append(now, "run.waiting")
+        self.wait_seq = self.lifecycle.last
+        return "done"
+
+    def say(self, now: float, attempt: int, token: int, facts: Sequence[tuple[int, Lane]]) -> str:
+        if not self.holds(attempt, token):
+            return "lost"
+        fresh = [lane for ordinal, lane in facts if ordinal > self.appended]
+        self.appended = max(self.appended, *(ordinal for ordinal, _ in facts))
+        self.lifecycle.append(now, *("run.progress" for lane in fresh if lane is Lane.LIFECYCLE))
+        logs = ["run.log" for lane in fresh if lane is Lane.OBSERVABILITY]
+        if logs and self.logs is None:
+            self.logs = LaneModel(now)
+        if self.logs is not None:
+            self.logs.append(now, *logs)
+        return "done"
+
+    def renew(self, now: float, attempt: int, token: int, lease: float) -> str:
+        if not self.holds(attempt, token):
+            return "lost"
+        self.expires = max(self.expires or now, now + lease)
+        return "renewed"
+
+    def cancel(self, now: float, request: str) -> str:
+        if self.over:
+            if self.status != "cancelled":
+                return self.status
+            return "cancelled" if self.cancelled_by == request else "cancelled_before"
+        if self.status == "running":
+            self.stop("cancelled")
+        self.finish(now, "cancelled")
+        self.cancelled_by, self.marks = request, []
+        return "cancelled"
+
+    def expire(self, now: float) -> str:
+        """What a pass does to a running run whose due time has come."""
+        if self.expires is not None and self.expires > now:
+            self.due = self.expires
+            return "pushed"
+        self.stop("expired")
+        self.crashes += 1
+        if self.crashes > CRASH_CAP:
+            self.finish(now, "failed")
+            return "failed"
+        self.status, self.due = "queued", now
+        self.lifecycle.append(now, "run.requeued")
+        return "expired"
+
+
+@attrs.define
+class Model:
+    """All runs, and the time."""
+
+    now: float = 0.0
+    runs: dict[str, RunModel] = attrs.field(factory=dict)
+
+    def by_key(self, play: str, org: str | None, key: str | None) -> RunModel | None:
+        if key is None:
+            return None
+        return next(
+            (run for run in self.runs.values() if (run.play, run.org, run.key) == (play, org, key)), None
+        )
+
+    def admit(
+        self, run: RunModel, *, named: bool, claim: bool, owner: int, lease: float
+    ) -> tuple[str, str, bool, bool]:
+        """Outcome, run id, created, claimed."""
+        by_id, by_key = self.runs.get(run.run_id), self.by_key(run.play, run.org, run.key)
+        known = by_key or by_id
+        if known is None:
+            self.runs[run.run_id] = run
+            if claim:
+                run.start(self.now, owner, run.request, lease)
+            return "created", run.run_id, True, claim
+        created = known.request == run.request
+        claimed = claim and known.holds(1, run.request) and known.owner == owner
+        if (named and by_key is not None and by_key.run_id != run.run_id) or (
+            by_id is not None and run.key is not None and by_id.key != run.key
+        ):
+            return "two_runs", known.run_id, created, claimed
+        same = (known.play, known.org, known.input) == (run.play, run.org, run.input)
+        return "existing" if same else "conflict", known.run_id, created, claimed
+
+    def claimable(self, plays: Iterable[str]) -> list[RunModel]:
+        return [run for run in self.runs.values() if run.play in plays and run.claimable(self.now)]
+
+    def lanes_claimable(self, lane: Lane) -> list[tuple[RunModel, LaneModel, int]]:
+        found = []
+        for run in self.runs.values():
+            state = run.lane(lane)
+            if state is not None and state.claimable(self.now):
+                found.append((run, state, run.rank if lane is Lane.LIFECYCLE else 3))
+        return found

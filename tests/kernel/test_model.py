@@ -1,0 +1,538 @@
+"""The model test: every transition in any order by several hosts, each answer predicted by a plain model, each answer
+asked for again as if it had been lost, and after every step all invariants and every row compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from sql import claim, control, facts, lanes, leases
+from sql.types import Lane
+from tests.kernel.model import CRASH_CAP, NEVER, LaneModel, Model, RunModel
+from tests.support.invariants import check_invariants
+from tests.support.kernel import LEASE_S, PLAYS, Kernel, saying
+from tests.support.portal import Portal, open_portal
+
+pytestmark = pytest.mark.modes
+
+T = TypeVar("T")
+START = datetime(2030, 1, 1, tzinfo=UTC)
+LANE_LEASE_S = 30.0
+
+_CLEAR = """
+TRUNCATE @schema@.runs, @schema@.facts, @schema@.attempts, @schema@.receipts, @schema@.lanes,
+         @schema@.cancellations, @schema@.ledger_runs, @schema@.ledger_logs;
+UPDATE @schema@.test_clock SET stands = '2030-01-01T00:00:00Z';
+"""
+_RUNS = """
+SELECT run_id, status, attempt, lease_token, lease_owner, lease_expires_at, due_at, appended, failures, crashes,
+       wait_key, lane_rank, last_seq, acked_seq, frozen_seq, lane_attempts, lane_token, lane_expires_at, lane_due_at,
+       lane_error,
+       (SELECT array_agg(type ORDER BY seq) FROM @schema@.facts f WHERE f.run_id = r.run_id AND lane = 0) AS types,
+       (SELECT array_agg(request_id ORDER BY request_id)
+          FROM @schema@.cancellations c WHERE c.run_id = r.run_id) AS marks,
+       (SELECT array_agg(key ORDER BY key) FROM @schema@.receipts c WHERE c.run_id = r.run_id
+           AND done_at IS NOT NULL) AS passed
+  FROM @schema@.runs r
+"""
+_LANES = """
+SELECT run_id, last_seq, acked_seq, frozen_seq, lane_attempts, lane_token, lane_expires_at, lane_due_at, lane_error
+  FROM @schema@.lanes
+"""
+
+
+@attrs.define
+class Turn:
+    """A delivery turn as its owner knows it."""
+
+    prefix: lanes.Prefix
+
+    @property
+    def key(self) -> tuple[str, Lane]:
+        return self.prefix.run_id, self.prefix.lane
+
+
+index = st.integers(0, 999)
+seldom = st.sampled_from([False, False, False, True])
+delays = st.sampled_from([0.0, 0.0, 3.0, 20.0, 90.0])
+lane_kinds = st.sampled_from(list(Lane))
+
+
+class KernelMachine(RuleBasedStateMachine):
+    """The rules. Hosts 1 and 2 act; a fence may be any attempt that there ever was."""
+
+    portal: Portal
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.turns: list[Turn] = []
+        self.tokens = 100
+        self.do(self.kernel.session.script, self.kernel.render(_CLEAR))
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.portal.kernel
+
+    def do(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        return self.portal.call(function, *args, **kwargs)
+
+    def twice(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Call, lose the answer, and ask again: both answers must be the same."""
+        first, second = (self.do(function, *args, **kwargs) for _ in range(2))
+        assert first == second
+        return first
+
+    def token(self) -> int:
+        self.tokens += 1
+        return self.tokens
+
+    def run(self, pick: int) -> RunModel:
+        return list(self.model.runs.values())[pick % len(self.model.runs)]
+
+    def fence(self, pick: int, stale: bool) -> tuple[RunModel, claim.Claimed]:
+        """A run that was started, with its latest fence or any earlier one."""
+        begun = [run for run in self.model.runs.values() if run.fences]
+        running = [run for run in begun if run.status == "running"]
+        among = begun if stale or not running else running
+        run = among[pick % len(among)]
+        attempt, token = run.fences[pick % len(run.fences) if stale else -1]
+        return run, claim.Claimed(run.run_id, attempt, token, run.play, "null")
+
+    # What would do nothing is tried less often, so that runs live longer.
+
+    def begun(self) -> bool:
+        return any(run.fences for run in self.model.runs.values())
+
+    def some_due(self) -> bool:
+        return any(run.status == "running" and run.due <= self.model.now for run in self.model.runs.values())
+
+    def some_marked(self) -> bool:
+        return any(run.marks for run in self.model.runs.values())
+
+    def some_claimable(self) -> bool:
+        return bool(self.model.claimable(PLAYS))
+
+    def some_pending(self) -> bool:
+        return any(self.model.lanes_claimable(lane) for lane in Lane)
+
+    def few_open(self) -> bool:
+        return sum(not run.over for run in self.model.runs.values()) < 5
+
+    def many_open(self) -> bool:
+        return sum(not run.over for run in self.model.runs.values()) > 2
+
+    @initialize(count=st.integers(1, 3))
+    def begin(self, count: int) -> None:
+        for number in range(count):
+            self.submit("alpha", 0, None, None, 1, 0.0, False, number > 0)
+
+    # --- admission -----------------------------------------------------------------------------------
+
+    @precondition(few_open)
+    @rule(
+        play=st.sampled_from(PLAYS),
+        priority=st.sampled_from([0, 0, 0, 2, -1]),
+        org=st.sampled_from([None, None, "o"]),
+        key=st.sampled_from([None, None, None, "k", "l"]),
+        value=st.sampled_from([1, 1, 1, 2]),
+        delay=delays,
+        named=st.booleans(),
+        claimed=st.booleans(),
+    )
+    def submit_another(self, **fields: Any) -> None:
+        self.submit(**fields)
+
+    def submit(
+        self, play: str, priority: int, org: str | None, key: str | None, value: int, delay: float, named: bool,
+        claimed: bool,
+    ) -> None:  # fmt: skip
+        run = RunModel(
+            f"run-{len(self.model.runs)}-{self.token()}", play, priority, org, key, value, self.token(),
+            self.model.now + delay, LaneModel(self.model.now, ["run.created"]),
+        )  # fmt: skip
+        self.admit(run, named=named, claimed=claimed and delay == 0, delay_s=delay)
+
+    @precondition(lambda self: self.model.runs)
+    @rule(pick=index, value=st.sampled_from([None, 1, 2]), key=st.sampled_from(["same", "same", None, "k"]))
+    def submit_the_same_id(self, pick: int, value: int | None, key: str | None) -> None:
+        known = self.run(pick)
+        run = attrs.evolve(
+            known,
+            key=known.key if key == "same" else key,
+            input=known.input if value is None else value,
+            request=self.token(),
+        )
+        self.admit(run, named=True, claimed=False, delay_s=0.0)
+
+    def admit(self, run: RunModel, *, named: bool, claimed: bool, delay_s: float) -> None:
+        item = self.kernel.submission(
+            run.play, input=run.input, priority=run.priority, org_id=run.org, idempotency_key=run.key,
+            delay_s=delay_s, claim=claimed, request=run.request, run_id=run.run_id,
+        )  # fmt: skip
+        item.named = named
+        for _ in range(2):
+            expected = self.model.admit(run, named=named, claim=claimed, owner=1, lease=LEASE_S)
+            (answer,) = self.do(self.kernel.admit, [item])
+            assert attrs.astuple(answer) == expected
+
+    # --- runs ----------------------------------------------------------------------------------------
+
+    @precondition(some_claimable)
+    @rule(
+        host=st.sampled_from([1, 2]),
+        plays=st.sampled_from([PLAYS, PLAYS, PLAYS[:1], PLAYS[1:]]),
+        limit=st.integers(1, 4),
+        oldest=st.booleans(),
+        lease=st.sampled_from([LEASE_S, 10.0]),
+    )
+    def claim(self, host: int, plays: tuple[str, ...], limit: int, oldest: bool, lease: float) -> None:
+        now, token = self.model.now, self.token()
+        candidates = self.model.claimable(plays)
+        kernel = attrs.evolve(self.kernel, owner=host)
+        taken = self.do(kernel.claim, limit, plays=plays, token=token, oldest=oldest, lease_s=lease)
+        runs = [self.model.runs[item.run_id] for item in taken]
+        left = [run for run in candidates if run not in runs]
+        assert len(taken) == min(limit, len(candidates))
+        for run in runs:
+            assert run in candidates
+            for other in left:
+                if run.play == other.play and run.priority == other.priority:
+                    assert run.due <= other.due
+                if not oldest:
+                    assert run.priority >= other.priority
+        if oldest and runs:
+            assert min(run.due for run in runs) == min(run.due for run in candidates)
+        for run, item in zip(runs, taken, strict=True):
+            assert item.lag_s == now - run.due
+            run.start(now, host, token, lease)
+            receipts = {key: None if key in run.passed else due - now for key, due in run.receipts.items()}
+            assert (item.attempt, item.failures, item.receipts) == (run.attempt, run.failures, receipts)
+            assert item.input == str(run.input)
+        back = self.do(claim.read_back, kernel.session, owner=host, token=token)
+        assert {(item.run_id, item.attempt) for item in back} == {
+            (item.run_id, item.attempt) for item in taken
+        }
+        held = self.do(claim.held, kernel.session, owner=host)
+        assert set(held) == {
+            (run.run_id, run.attempt, run.token)
+            for run in self.model.runs.values()
+            if run.status == "running" and run.owner == host
+        }
+
+    @precondition(begun)
+    @rule(pick=index, stale=seldom, lease=st.sampled_from([LEASE_S, 5.0]))
+    def renew(self, pick: int, stale: bool, lease: float) -> None:
+        run, item = self.fence(pick, stale)
+        expected = run.renew(self.model.now, item.attempt, item.token, lease)
+        assert self.twice(self.kernel.renew, item, lease) == leases.Renewal(expected, bool(run.marks))
+
+    @precondition(begun)
+    @rule(
+        pick=index,
+        stale=seldom,
+        outcome=st.sampled_from(["completed", "failed", "retried", "retried", "released", "deferred"]),
+        delay=delays,
+    )
+    def settle(self, pick: int, stale: bool, outcome: str, delay: float) -> None:
+        run, item = self.fence(pick, stale)
+        expected = run.settle(self.model.now, item.attempt, item.token, outcome, delay)
+        for _ in range(2):
+            answer = self.do(self.kernel.settle, item, outcome, delay_s=delay)
+            assert answer.answer == expected
+            assert answer.status in (None, run.status)
+
+    @precondition(begun)
+    @rule(
+        pick=index,
+        stale=seldom,
+        waits=st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 4.0, 25.0]), min_size=1),
+    )
+    def park(self, pick: int, stale: bool, waits: dict[str, float]) -> None:
+        run, item = self.fence(pick, stale)
+        expected = run.park(self.model.now, item.attempt, item.token, waits)
+        answer = self.twice(self.kernel.park, item, **waits)
+        assert (answer.answer, answer.status) == (expected, run.status)
+
+    @precondition(begun)
+    @rule(
+        pick=index,
+        stale=seldom,
+        back=st.integers(0, 3),
+        said=st.lists(lane_kinds, min_size=1, max_size=4),
+    )
+    def say(self, pick: int, stale: bool, back: int, said: list[Lane]) -> None:
+        run, item = self.fence(pick, stale)
+        first = max(1, run.appended + 1 - back)
+        numbered = list(enumerate(said, first))
+        expected = run.say(self.model.now, item.attempt, item.token, numbered)
+        sayings = [saying(item, ordinal, lane) for ordinal, lane in numbered]
+        assert self.twice(facts.append, self.kernel.session, sayings) == [expected] * len(said)
+
+    @precondition(many_open)
+    @rule(pick=index, mark=st.booleans(), request=st.sampled_from(["q", "r"]))
+    def cancel(self, pick: int, mark: bool, request: str) -> None:
+        run = self.run(pick)
+        expected = run.cancel(self.model.now, request)
+        assert self.twice(self.kernel.cancel, run.run_id, request, mark=mark) == expected
+
+    @precondition(many_open)
+    @rule(pick=index, request=st.sampled_from(["q", "s"]))
+    def request_cancel(self, pick: int, request: str) -> None:
+        run = self.run(pick)
+        statement = "SELECT @schema@.cancel_run($1, jsonb_build_object('request_id', $2::text))"
+        answer = self.twice(self.kernel.fetchval, statement, run.run_id, request)
+        if run.over:
+            assert answer == run.status
+        else:
+            assert answer == "pending"
+            if request not in {mark for _, mark in run.marks}:
+                run.marks.append((self.model.now, request))
+
+    @precondition(some_marked)
+    @rule(limit=st.integers(1, 3))
+    def sweep(self, limit: int) -> None:
+        for run in self.model.runs.values():
+            if run.over:
+                run.marks = []
+        marked = sorted((run for run in self.model.runs.values() if run.marks), key=lambda run: run.run_id)
+        done, left = self.do(control.sweep, self.kernel.session, limit=limit)
+        assert done == min(limit, len(marked))
+        for run in marked:  # any of them: find out which
+            if self.do(self.kernel.status, run.run_id) == "cancelled":
+                run.cancel(self.model.now, min(run.marks)[1])
+                done -= 1
+        assert done == 0
+        assert left == min(limit, sum(len(run.marks) for run in self.model.runs.values()))
+
+    @precondition(some_due)
+    @rule(limit=st.integers(1, 3))
+    def expire_leases(self, limit: int) -> None:
+        self.expire(limit)
+
+    def expire(self, limit: int) -> None:
+        now = self.model.now
+        due = [run for run in self.model.runs.values() if run.status == "running" and run.due <= now]
+        answer = self.do(self.kernel.expire, limit)
+        counts = {"expired": 0, "failed": 0, "pushed": 0}
+        for run in due:
+            row = self.do(
+                self.kernel.fetchval,
+                "SELECT (status <> 'running' OR due_at > @schema@.clock()) FROM @schema@.runs WHERE run_id = $1",
+                run.run_id,
+            )
+            if row:
+                counts[run.expire(now)] += 1
+        assert sum(counts.values()) == min(limit, len(due))
+        assert (answer.expired, answer.failed, answer.pushed) == (
+            counts["expired"] + counts["failed"], counts["failed"], counts["pushed"],
+        )  # fmt: skip
+
+    @precondition(lambda self: any(run.status == "running" for run in self.model.runs.values()))
+    @rule(limit=st.integers(1, 3))
+    def let_leases_lapse(self, limit: int) -> None:
+        self.advance(61.0)
+        self.expire(limit)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 31.0, 61.0]))
+    def advance_clock(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        self.model.now += seconds
+        self.do(self.kernel.advance, seconds)
+
+    # --- lanes ---------------------------------------------------------------------------------------
+
+    def chosen(self, lane: Lane, run_ids: set[str], limit: int, oldest: bool) -> list[LaneModel]:
+        """The lanes that a turn took; they must be the right ones."""
+        candidates = self.model.lanes_claimable(lane)
+        taken = [entry for entry in candidates if entry[0].run_id in run_ids]
+        left = [entry for entry in candidates if entry[0].run_id not in run_ids]
+        assert len(taken) == len(run_ids) == min(limit, len(candidates))
+        for _, state, rank in taken:
+            for _, other, other_rank in left:
+                assert rank != other_rank or state.due <= other.due
+                assert oldest or rank <= other_rank
+        if oldest and taken:
+            assert min(state.due for _, state, _ in taken) == min(state.due for _, state, _ in candidates)
+        return [state for _, state, _ in taken]
+
+    def check_prefix(self, prefix: lanes.Prefix) -> None:
+        state = self.model.runs[prefix.run_id].lane(prefix.lane)
+        assert state is not None
+        assert state.frozen is not None
+        assert list(prefix.seqs) == list(range(state.acked + 1, state.frozen + 1))
+        assert list(prefix.types) == state.types[state.acked : state.frozen]
+        assert prefix.attempt == state.attempts
+
+    @precondition(some_pending)
+    @rule(lane=lane_kinds, limit=st.integers(1, 3), prefix=st.integers(1, 3), oldest=st.booleans())
+    def claim_lanes(self, lane: Lane, limit: int, prefix: int, oldest: bool) -> None:
+        token = self.token()
+        found = self.do(self.kernel.claim_lanes, lane, token=token, limit=limit, prefix=prefix, oldest=oldest)
+        for state in self.chosen(lane, {item.run_id for item in found}, limit, oldest):
+            state.claim(self.model.now, token, prefix, LANE_LEASE_S)
+        for item in found:
+            self.check_prefix(item)
+            self.turns.append(Turn(item))
+
+    @precondition(lambda self: self.turns)
+    @rule(pick=index, prefix=st.integers(0, 3), keep=st.booleans())
+    def acknowledge(self, pick: int, prefix: int, keep: bool) -> None:
+        turn = self.turns[pick % len(self.turns)]
+        item, (run_id, lane) = turn.prefix, turn.key
+        state = self.model.runs[run_id].lane(lane)
+        assert state is not None
+        assert self.do(self.kernel.apply, item)  # whoever sends it, the ledger has it now, once
+        expected = state.acknowledge(self.model.now, item.token, item.through, prefix, LANE_LEASE_S)
+        answer = self.do(self.kernel.acknowledge, item, prefix=prefix)
+        again = self.do(self.kernel.acknowledge, item, prefix=prefix)
+        assert attrs.evolve(again, lags=answer.lags) == answer
+        assert answer.answer == expected
+        goes_on = expected == "acked" and state.held_by(item.token)
+        assert (answer.successor is not None) == goes_on
+        if answer.successor is not None:
+            self.check_prefix(answer.successor)
+            self.turns.append(Turn(answer.successor))
+        if not keep:
+            self.turns.remove(turn)
+
+    @precondition(lambda self: self.turns)
+    @rule(pick=index)
+    def send_and_crash(self, pick: int) -> None:
+        assert self.do(self.kernel.apply, self.turns[pick % len(self.turns)].prefix)
+
+    @precondition(lambda self: self.turns)
+    @rule(pick=index, kind=st.sampled_from(["now", "later", "unsent", "unsent", "block"]))
+    def hand_back(self, pick: int, kind: str) -> None:
+        item = self.turns[pick % len(self.turns)].prefix
+        state = self.model.runs[item.run_id].lane(item.lane)
+        assert state is not None
+        applied = self.do(
+            self.kernel.fetchval,
+            "SELECT coalesce(max(applied_seq), 0) FROM @schema@.ledger_runs WHERE run_id = $1"
+            if item.lane is Lane.LIFECYCLE
+            else "SELECT coalesce(max(seq), 0) FROM @schema@.ledger_logs WHERE run_id = $1",
+            item.run_id,
+        )
+        unsent = kind == "unsent" and applied <= state.acked  # only who has sent nothing may say so
+        fields: dict[str, Any] = {
+            "delay_s": 7.0 if kind == "later" else 0.0,
+            "reason": "rejected" if kind == "block" else None,
+            "unsent": unsent,
+        }
+        expected = state.hand_back(
+            self.model.now, item.token, fields["delay_s"], fields["reason"], fields["unsent"]
+        )
+        assert self.twice(self.kernel.hand_back, item, **fields) == expected
+
+    @precondition(lambda self: self.turns)
+    @rule(pick=index, lease=st.sampled_from([5.0, 50.0]))
+    def renew_lane(self, pick: int, lease: float) -> None:
+        item = self.turns[pick % len(self.turns)].prefix
+        state = self.model.runs[item.run_id].lane(item.lane)
+        assert state is not None
+        expected = state.renew(self.model.now, item.token, lease)
+        assert self.twice(lanes.renew, self.kernel.session, item.lane, [item], lease_s=lease) == [expected]
+
+    @precondition(some_pending)
+    @rule(lane=lane_kinds, limit=st.integers(1, 3), prefix=st.integers(1, 4), oldest=st.booleans())
+    def deliver(self, lane: Lane, limit: int, prefix: int, oldest: bool) -> None:
+        before = {run.run_id: run.lane(lane) for run in self.model.runs.values()}
+        acked = {run_id: state.acked for run_id, state in before.items() if state is not None}
+        turn = self.do(self.kernel.deliver, lane, limit=limit, prefix=prefix, oldest=oldest)
+        table = "runs" if lane is Lane.LIFECYCLE else "lanes"
+        rows = self.do(self.kernel.fetch, f"SELECT run_id, acked_seq FROM @schema@.{table}")
+        moved = {row["run_id"] for row in rows if row["acked_seq"] != acked[row["run_id"]]}
+        for state in self.chosen(lane, moved, limit, oldest):
+            state.deliver(self.model.now, prefix)
+        assert (turn.lanes, turn.blocked) == (len(moved), 0)
+
+    # --- after every step ----------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        self.do(check_invariants, self.kernel.session)
+
+    @invariant()
+    def the_rows_are_as_predicted(self) -> None:
+        rows = {row["run_id"]: row for row in self.do(self.kernel.fetch, _RUNS)}
+        assert rows.keys() == self.model.runs.keys()
+        for run in self.model.runs.values():
+            row = rows[run.run_id]
+            found = (
+                row["status"], row["attempt"], row["lease_token"], row["lease_owner"], at(row["lease_expires_at"]),
+                at(row["due_at"]), row["appended"], row["failures"], row["crashes"], row["wait_key"], row["lane_rank"],
+                row["types"], row["marks"] or [], set(row["passed"] or ()),
+            )  # fmt: skip
+            assert found == (
+                run.status, run.attempt, run.token, run.owner, run.expires, run.due, run.appended, run.failures,
+                run.crashes, run.wait, run.rank, run.lifecycle.types, sorted(mark for _, mark in run.marks), run.passed,
+            )  # fmt: skip
+            assert lane_row(row) == lane_tuple(run.lifecycle)
+        logs = {row["run_id"]: lane_row(row) for row in self.do(self.kernel.fetch, _LANES)}
+        assert logs == {
+            run.run_id: lane_tuple(run.logs) for run in self.model.runs.values() if run.logs is not None
+        }
+
+
+def at(moment: Any) -> float | None:
+    """A moment of the database as seconds since the start. The driver gives infinity as the last of all moments."""
+    if moment is None:
+        return None
+    return NEVER if moment.year == 9999 else (moment.replace(tzinfo=UTC) - START) / timedelta(seconds=1)
+
+
+def lane_row(row: Any) -> tuple[Any, ...]:
+    return (
+        row["last_seq"], row["acked_seq"], row["frozen_seq"], row["lane_attempts"], row["lane_token"],
+        at(row["lane_expires_at"]), at(row["lane_due_at"]), row["lane_error"],
+    )  # fmt: skip
+
+
+def lane_tuple(lane: LaneModel) -> tuple[Any, ...]:
+    return (
+        lane.last, lane.acked, lane.frozen, lane.attempts, lane.token, lane.expires, lane.due, lane.error,
+    )  # fmt: skip
+
+
+def play_out(dsn: str, schema: str, **profile: Any) -> None:
+    with open_portal(dsn, schema, CRASH_CAP) as portal:
+        machine = type("Machine", (KernelMachine,), {"portal": portal})
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                print_blob=True,
+                **profile,
+            ),
+        )
+
+
+@pytest.mark.timeout(900)  # a failure is made small before it is shown
+def test_every_answer_and_row_is_as_the_model_predicts(dsn: str, schema: str) -> None:
+    play_out(dsn, schema, max_examples=60, stateful_step_count=40, derandomize=True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_answer_and_row_is_as_the_model_predicts_for_long(dsn: str, schema: str) -> None:
+    play_out(dsn, schema, max_examples=3000, stateful_step_count=60)

@@ -1,0 +1,301 @@
+"""Plans: what a hot call reads does not grow with the tables, whatever the planner knows about them.
+
+Each call is made on a few rows among 50,000: with no statistics at all, with statistics from when the tables were
+tiny, and on a session that planned everything while they were (its plans are generic by then). Counted are the rows
+and index entries that the call made the server read, in its own transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import attrs
+import pytest
+
+from sql import claim, control, due, facts, lanes, leases, settle, status
+from sql.calls import new_token
+from sql.types import Lane
+from tests.support.callers import Caller, open_caller
+from tests.support.kernel import LEASE_S, Kernel, open_kernel, saying
+
+pytestmark = pytest.mark.modes
+
+ITEMS = 5
+KEYS = ("a", "b", "c")
+MOST_ROWS = 1_000  # of what a call of five items reads; a full scan of any table reads 20,000 or more
+CALLS_BEFORE = 7  # past the point where a session stops planning anew
+
+_TABLES = [
+    "runs", "facts", "attempts", "receipts", "lanes", "cancellations", "ledger_runs", "ledger_logs", "hosts", "plays",
+]  # fmt: skip
+
+# Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
+# this one, running elsewhere, asleep, and waiting for their lane's next try.
+_GROW = """
+INSERT INTO @schema@.runs (run_id, play, bucket, created_at, lane_due_at, status, due_at, last_seq, acked_seq, attempt,
+        attempt_at, started_at, finished_at, terminal_seq, lease_owner, lease_token, lease_expires_at, wait_kind,
+        wait_key, wait_until, idempotency_key)
+SELECT 'old-' || lpad(n::text, 6, '0'), CASE kind WHEN 5 THEN 'beta' ELSE 'alpha' END,
+       CASE kind WHEN 5 THEN $2::bigint ELSE $1::bigint END, t, t + '1 day', s,
+       CASE WHEN s = 'completed' THEN 'infinity' WHEN kind = 5 THEN t ELSE t + '1 day' END,
+       3, CASE WHEN kind = 9 THEN 1 ELSE 3 END, 1, t, t, CASE WHEN s = 'completed' THEN t END,
+       CASE WHEN s = 'completed' THEN 3 END, 9, 9, CASE WHEN s = 'running' THEN t + '1 day' END,
+       CASE WHEN s = 'waiting' THEN 'sleep' END, CASE WHEN s = 'waiting' THEN 'nap' END,
+       CASE WHEN s = 'waiting' THEN t + '1 day' END, 'key-' || n
+  FROM (SELECT n, n % 10 AS kind, clock_timestamp() AS t,
+               CASE n % 10 WHEN 5 THEN 'queued' WHEN 6 THEN 'queued' WHEN 7 THEN 'running' WHEN 8 THEN 'waiting'
+                           ELSE 'completed' END AS s
+          FROM generate_series(1, 50000) AS n) AS g;
+INSERT INTO @schema@.facts (run_id, lane, seq, type, created_at, payload)
+SELECT run_id, lane, seq, CASE seq WHEN 1 THEN 'run.created' ELSE 'run.progress' END, created_at, '{"play": "alpha"}'
+  FROM @schema@.runs, generate_series(1, 3) AS seq, generate_series(0, 1) AS lane WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
+SELECT run_id, 1, 9, 9, created_at, created_at, 'completed' FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.receipts (run_id, key, kind, created_at, due_at)
+SELECT run_id, 'nap', 'sleep', created_at, created_at + '1 day' FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.lanes (run_id, receiver, last_seq, acked_seq, lane_due_at)
+SELECT run_id, '', 3, CASE WHEN run_id LIKE '%9' THEN 1 ELSE 3 END, lane_due_at
+  FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.ledger_runs (run_id, play, status, accepted_at, updated_at, applied_seq, applied_facts)
+SELECT run_id, 'alpha', 'completed', created_at, created_at, 3, 3 FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.ledger_logs (run_id, seq, created_at, payload)
+SELECT run_id, seq, created_at, '{}' FROM @schema@.runs, generate_series(1, 3) AS seq WHERE run_id LIKE 'old-%';
+"""
+_READ = """
+SELECT c.relname, pg_stat_get_xact_tuples_returned(c.oid) AS n
+  FROM pg_class c
+ WHERE c.relnamespace = '@schema@'::regnamespace AND c.relkind IN ('r', 'i')
+   AND pg_stat_get_xact_tuples_returned(c.oid) > 0
+"""
+
+
+@attrs.define
+class Batch:
+    """Five runs with live attempts, and what the calls need of them."""
+
+    items: list[claim.Claimed]
+    prefixes: dict[Lane, list[lanes.Prefix]] = attrs.field(factory=dict)
+
+    @property
+    def ids(self) -> list[str]:
+        return [item.run_id for item in self.items]
+
+    def settlements(self, outcome: str, *, token: int = 0, **fields: Any) -> list[settle.Settlement]:
+        return [
+            settle.Settlement(item.run_id, item.attempt, token or item.token, outcome, **fields)
+            for item in self.items
+        ]
+
+
+Call = Callable[[Kernel, Batch], Awaitable[Any]]
+
+
+async def prepare_batch(kernel: Kernel) -> Batch:
+    """Five running runs with logs, both lanes pending, and three with keys."""
+    for _ in range(ITEMS):
+        await kernel.submit(priority=2)
+    batch = Batch(await kernel.claim(ITEMS, plays=["alpha"]))
+    for key in KEYS:
+        await kernel.submit(idempotency_key=key, delay_s=86_400.0)
+    for item in batch.items:
+        await kernel.say(item, 1, Lane.OBSERVABILITY)
+    return batch
+
+
+async def _admit(kernel: Kernel, _: Batch) -> None:
+    answers = await kernel.admit([kernel.submission() for _ in range(ITEMS)])
+    assert all(answer.created for answer in answers)
+
+
+async def _admit_again(kernel: Kernel, batch: Batch) -> None:
+    by_id = [kernel.submission(run_id=run_id) for run_id in batch.ids]
+    by_key = [kernel.submission(idempotency_key=key) for key in KEYS]
+    answers = await kernel.admit([*by_id, *by_key])
+    assert {answer.outcome for answer in answers} == {"existing"}
+
+
+async def _submit_run(kernel: Kernel, _: Batch) -> None:
+    options = json.dumps({"idempotency_key": str(new_token())})
+    await kernel.fetch("SELECT * FROM @schema@.submit_run('alpha', '1', $1)", options)
+
+
+async def _claim(kernel: Kernel, _: Batch) -> None:
+    await kernel.admit([kernel.submission() for _ in range(ITEMS)])
+    assert len(await kernel.claim(ITEMS, plays=["alpha"])) == ITEMS
+
+
+async def _renew(kernel: Kernel, batch: Batch) -> None:
+    answers = await leases.renew(kernel.session, batch.items, lease_s=LEASE_S)
+    assert all(answer.answer == "renewed" for answer in answers)
+
+
+async def _renew_lost(kernel: Kernel, batch: Batch) -> None:
+    stale = [attrs.evolve(item, token=1) for item in batch.items]
+    answers = await leases.renew(kernel.session, stale, lease_s=LEASE_S)
+    assert all(answer.answer == "lost" for answer in answers)
+
+
+async def _settle(kernel: Kernel, batch: Batch) -> None:
+    for outcome, expected in (("retried", "done"), ("retried", "done"), ("completed", "lost")):
+        answers = await settle.settle(kernel.session, batch.settlements(outcome))
+        assert all(answer.answer == expected for answer in answers)
+
+
+async def _park(kernel: Kernel, batch: Batch) -> None:
+    waits = json.dumps([{"key": key, "kind": "sleep", "delay_s": 0} for key in "ab"])
+    for _ in range(2):
+        answers = await settle.park(kernel.session, batch.settlements("parked", waits=waits))
+        assert all(answer.answer == "done" for answer in answers)
+    assert len(await kernel.claim(ITEMS, plays=["alpha"])) == ITEMS
+
+
+async def _append(kernel: Kernel, batch: Batch) -> None:
+    said = [saying(item, n, Lane(n % 2)) for item in batch.items for n in (2, 3)]
+    for _ in range(2):
+        assert set(await facts.append(kernel.session, said)) == {"done"}
+
+
+async def _cancel(kernel: Kernel, batch: Batch) -> None:
+    requests = [control.Cancellation(run_id, "r") for run_id in batch.ids]
+    for _ in range(2):
+        answers = await control.cancel(kernel.session, requests, mark=True)
+        assert all(answer.answer == "cancelled" for answer in answers)
+
+
+async def _cancel_run_and_sweep(kernel: Kernel, batch: Batch) -> None:
+    for run_id in batch.ids:
+        await kernel.fetchval("SELECT @schema@.cancel_run($1)", run_id)
+    assert await control.sweep(kernel.session, limit=100) == (ITEMS, 0)
+
+
+async def _expire(kernel: Kernel, _: Batch) -> None:
+    await kernel.admit([kernel.submission() for _ in range(ITEMS)])
+    assert len(await kernel.claim(ITEMS, plays=["alpha"], lease_s=-1.0)) == ITEMS
+    assert (await kernel.expire()).expired == ITEMS
+
+
+async def _next_due(kernel: Kernel, _: Batch) -> None:
+    buckets = kernel.buckets(["alpha"]).ids
+    await due.next_due(kernel.session, host=1, buckets=buckets, receivers=[""])
+
+
+def _lane_turn(lane: Lane) -> Call:
+    async def call(kernel: Kernel, _: Batch) -> None:
+        prefixes = await kernel.claim_lanes(lane, limit=ITEMS, prefix=1)
+        assert len(prefixes) == ITEMS
+        await lanes.renew(kernel.session, lane, prefixes, lease_s=40.0)
+        for prefix in prefixes:
+            assert await kernel.apply(prefix)
+        for _again in range(2):
+            answers = await lanes.acknowledge(kernel.session, lane, prefixes, prefix=1, lease_s=30.0)
+            assert all(answer.answer == "acked" for answer in answers)
+        backs = [lanes.HandBack(prefix.run_id, prefix.token) for prefix in prefixes]
+        for _again in range(2):
+            assert set(await lanes.hand_back(kernel.session, lane, backs)) <= {"done"}
+
+    return call
+
+
+def _deliver(lane: Lane) -> Call:
+    async def call(kernel: Kernel, _: Batch) -> None:
+        assert (await kernel.deliver(lane, limit=ITEMS)).lanes == ITEMS
+
+    return call
+
+
+async def _read(kernel: Kernel, batch: Batch) -> None:
+    assert len(await status.read_runs(kernel.session, batch.ids)) == ITEMS
+    assert await status.read_terminals(kernel.session, batch.ids) == []
+    for run_id in batch.ids:
+        await facts.read(kernel.session, run_id)
+        await status.read_attempts(kernel.session, run_id)
+
+
+async def _page(kernel: Kernel, _: Batch) -> None:
+    page = await status.list_runs(
+        kernel.session, status=None, play=None, org_id=None, labels=None, limit=20, after="old-025000"
+    )
+    assert len(page) == 20
+
+
+async def _backlog(kernel: Kernel, _: Batch) -> None:
+    assert (await status.backlog(kernel.session, limit=50)).queued > 0
+
+
+CALLS: dict[str, Call] = {
+    "admit": _admit,
+    "admit what exists": _admit_again,
+    "submit_run": _submit_run,
+    "claim": _claim,
+    "renew": _renew,
+    "renew lost leases": _renew_lost,
+    "settle": _settle,
+    "park": _park,
+    "append": _append,
+    "cancel": _cancel,
+    "cancel_run and sweep": _cancel_run_and_sweep,
+    "expire": _expire,
+    "next_due": _next_due,
+    "lifecycle turn": _lane_turn(Lane.LIFECYCLE),
+    "observability turn": _lane_turn(Lane.OBSERVABILITY),
+    "lifecycle deliver": _deliver(Lane.LIFECYCLE),
+    "observability deliver": _deliver(Lane.OBSERVABILITY),
+    "read": _read,
+    "page": _page,
+    "backlog": _backlog,
+}
+
+
+async def rows_read(caller: Caller, kernel: Kernel, call: Call, batch: Batch) -> dict[str, int]:
+    """What a call makes the server read, per table and index. Undone at once."""
+    await caller.begin()
+    try:
+        before = {row["relname"]: row["n"] for row in await caller.fetch(kernel.render(_READ))}
+        await call(caller.doors(kernel), batch)
+        after = {row["relname"]: row["n"] for row in await caller.fetch(kernel.render(_READ))}
+    finally:
+        await caller.rollback()
+    return {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
+
+
+async def grow(kernel: Kernel) -> None:
+    for statement in _GROW.split(";")[:-1]:
+        arguments = (kernel.bucket("alpha"), kernel.bucket("beta")) if "$1" in statement else ()
+        await kernel.execute(statement, *arguments)
+
+
+@pytest.mark.parametrize("statistics", ["none", "stale", "stale, planned when tiny"])
+async def test_calls_read_what_they_need(dsn: str, schema: str, statistics: str) -> None:
+    async with open_kernel(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        for table in _TABLES:
+            await kernel.execute(f"ALTER TABLE @schema@.{table} SET (autovacuum_enabled = off)")
+        batch = await prepare_batch(kernel)
+        if statistics != "none":
+            for table in _TABLES:
+                await kernel.execute(f"ANALYZE @schema@.{table}")
+        tiny_calls = {name: call for name, call in CALLS.items() if name not in ("page", "backlog")}
+        if "planned" in statistics:
+            for call in tiny_calls.values():
+                for _ in range(CALLS_BEFORE):
+                    await rows_read(caller, kernel, call, batch)
+        await grow(kernel)
+        greedy = []
+        for name, call in CALLS.items():
+            for _ in range(1 if "planned" in statistics else CALLS_BEFORE):
+                read = await rows_read(caller, kernel, call, batch)
+            if sum(read.values()) > MOST_ROWS:
+                greedy.append(f"{name}: {read}")
+        assert not greedy, "\n".join(greedy)
+
+
+async def test_a_full_scan_would_be_seen(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        batch = await prepare_batch(kernel)
+        await grow(kernel)
+
+        async def scan(doors: Kernel, _: Batch) -> None:
+            await doors.fetch("SELECT count(*) FROM @schema@.runs WHERE play = 'gamma'")
+
+        assert (await rows_read(caller, kernel, scan, batch))["runs"] > 50_000
