@@ -51,6 +51,7 @@ BEGIN
                 SELECT r.due_at FROM runs r
                  WHERE r.bucket = b.bucket AND r.status IN ('queued', 'waiting')
                    AND r.due_at >= v_from AND r.due_at <= v_now
+                   AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
                  ORDER BY r.due_at LIMIT 1) h
          CROSS JOIN generate_series(1, CASE WHEN p_oldest THEN 1 ELSE 2 END) AS k (round)
          ORDER BY CASE WHEN p_oldest THEN 0 ELSE -b.priority END, k.round, h.due_at, b.bucket

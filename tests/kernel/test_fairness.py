@@ -200,6 +200,16 @@ async def test_locked_runs_do_not_hide_requests_to_cancel_behind_them(dsn: str, 
         assert await control.sweep(kernel.session, limit=2) == (1, 0)
 
 
+async def test_a_marked_run_does_not_speak_for_its_bucket(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        (marked,) = await submit_many(kernel, 1, "alpha")
+        (older,) = await submit_many(kernel, 1, "beta")
+        await submit_many(kernel, 1, "alpha")
+        await kernel.fetchval("SELECT @schema@.cancel_run($1)", marked)
+        assert {item.run_id for item in await kernel.claim(1, oldest=True)} == {older}
+
+
 async def test_marked_runs_do_not_use_up_a_claim(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()

@@ -213,6 +213,51 @@ async def test_an_acknowledgement_of_anything_but_the_frozen_prefix_is_lost(dsn:
         await check_invariants(kernel.session)
 
 
+async def test_a_prefix_that_somebody_may_have_sent_stays_frozen(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await kernel.started()
+        (sent,) = await kernel.claim_lanes(prefix=2)
+        await kernel.advance(31.0)
+        await kernel.say(item, 1)
+        for _ in range(2):  # two later owners find that they cannot send
+            (again,) = await kernel.claim_lanes(prefix=8)
+            assert (again.seqs, again.attempt) == (sent.seqs, 2)
+            assert await kernel.hand_back(again, unsent=True) == "done"
+        await check_invariants(kernel.session)
+
+
+async def test_a_prefix_that_nobody_has_sent_may_grow(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        item = await kernel.started()
+        (first,) = await kernel.claim_lanes(prefix=8)
+        assert await kernel.hand_back(first, unsent=True) == "done"
+        await kernel.say(item, 1)
+        (second,) = await kernel.claim_lanes(prefix=8)
+        assert (list(second.seqs), second.attempt) == ([1, 2, 3], 1)
+        await check_invariants(kernel.session)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_a_prefix_that_is_sent_again_is_applied_once(dsn: str, schema: str, size: int) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        item = await kernel.started()
+        said = [saying(item, n, Lane(n % 2)) for n in range(1, 9)]
+        await facts.append(kernel.session, said)
+        for lane in Lane:
+            (prefix,) = await kernel.claim_lanes(lane, prefix=size)
+            while True:
+                assert await kernel.apply(prefix)
+                assert await kernel.apply(prefix)
+                await check_invariants(kernel.session)
+                successor = (await kernel.acknowledge(prefix, prefix=size)).successor
+                assert await kernel.apply(prefix)  # a late copy
+                await check_invariants(kernel.session)
+                if successor is None:
+                    break
+                prefix = successor
+
+
 async def test_lags_are_told_once_and_never_negative(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()

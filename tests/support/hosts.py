@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import trio
 
-from runtime import Ledger, Play, Runtime, RuntimeConfig, RunStatus
+from runtime import Ledger, Play, RunStatus, Runtime, RuntimeConfig
 from sql import reconcile
 from sql.connection import Session, SessionOptions, open_session
 from tests.support import servers
@@ -52,7 +52,7 @@ async def eventually(
 ) -> Any:
     """The first true answer of ``condition``. ``trio.TooSlowError`` when there is none in time."""
     with trio.fail_after(within_s):
-        while not (answer := await condition()):
+        while not (answer := await condition()):  # noqa: ASYNC110 - it happens elsewhere
             await trio.sleep(every_s)
         return answer
 
@@ -188,7 +188,7 @@ async def host_process(hosts: Hosts, *arguments: str, **more: Any) -> AsyncItera
     """A host in a process of its own, ready; killed at the end if it still lives."""
     settings = {"dsn": hosts.dsn, "schema": hosts.schema, "notify": hosts.notify, **QUICK, **more}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RUNLANE_")}
-    popen = subprocess.Popen(
+    popen = subprocess.Popen(  # noqa: ASYNC220 - tests may block for a moment
         [sys.executable, "-m", "tests.support.hosted", json.dumps(settings), *arguments],
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
