@@ -119,8 +119,10 @@ class Admit:
         """Admit what these places hold; those whose key an open transaction holds are returned."""
         busy: list[_Place] = []
         reserved = self._reserve(places)
+        started = 0
 
         async def commit(group: Sequence[_Place]) -> None:
+            nonlocal started
             now = trio.current_time()
             for place in group:
                 place.message.asked_at = place.message.asked_at or now
@@ -141,6 +143,7 @@ class Admit:
                     claims[place.message.asked_at or now].append(_claimed(place.item))
                 self._answered(place, answer)
             for asked_at, claimed in claims.items():
+                started += len(claimed)
                 self._start(claimed, asked_at)
 
         def refuse(place: _Place, fault: ItemFault) -> None:
@@ -152,6 +155,8 @@ class Admit:
                 await commit_in_groups(places[start : start + _BATCH], commit, fail=refuse)
         finally:
             self._attempts.reserved -= reserved
+            if reserved > started:
+                self._hints.freed.set()  # a claim may have found no free slot meanwhile
         self._tell(places)
         return busy
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -133,7 +134,10 @@ class Attempts:
         self.margin_s = min(2.0, lease_s / 10)
         self.freed = freed
         self.added = added
+        # Ended plays whose ending is not settled yet keep their entry: when many wait, nothing more is claimed.
+        self.most_held = 4 * slots + 1_000
         self.reserved = 0
+        self._accepting = False
         self._used = 0
         self._by_run: dict[str, Attempt] = {}
 
@@ -145,8 +149,16 @@ class Attempts:
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds or has reserved."""
-        return self.slots - self._used - self.reserved
+        """Slots that nobody holds or has reserved; none while there is nobody to run what is claimed."""
+        if not self._accepting:
+            return 0
+        return min(self.slots - self._used, self.most_held - len(self._by_run)) - self.reserved
+
+    def accept(self, accepting: bool) -> None:
+        """Whether somebody runs what is claimed."""
+        self._accepting = accepting
+        if accepting:
+            self.freed.set()
 
     @property
     def used(self) -> int:
@@ -155,8 +167,7 @@ class Attempts:
 
     def add(self, claimed: Claimed, sent_at: float) -> Attempt:
         """A claim arrived. ``sent_at``: trio time when it was asked for."""
-        until = sent_at + self.lease_s
-        attempt = Attempt(claimed, until, sent_at, trio.CancelScope(deadline=until - self.margin_s))
+        attempt = Attempt(claimed, sent_at + self.lease_s, sent_at)
         self._by_run[claimed.run_id] = attempt
         self._used += 1
         self.added.set()
@@ -194,7 +205,19 @@ class Attempts:
         """It is over; idempotent."""
         self.give_up_slot(attempt)
         if self._by_run.get(attempt.run_id) is attempt:
+            if len(self._by_run) > self.most_held - self.slots:
+                self.freed.set()
             del self._by_run[attempt.run_id]
+
+    def guard(self, now: float) -> None:
+        """Give each attempt that has lasted a while a deadline within its lease, whether it can be renewed or not.
+
+        Called at every beat of the watchdog rather than at the start: most attempts end before it, and a deadline for
+        each would cost a tenth of what running it does.
+        """
+        for attempt in self._by_run.values():
+            if attempt.scope.deadline == math.inf and now >= attempt.renewed + self.lease_s / 3:
+                attempt.scope.deadline = attempt.lease_until - self.margin_s
 
     def due_for_renewal(self, older_than: float) -> list[Attempt]:
         """Attempts whose lease was last renewed before that trio time."""

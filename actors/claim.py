@@ -5,6 +5,7 @@ Owns when to claim and how many. It never runs a play: executors do, and no clai
 
 from __future__ import annotations
 
+import math
 import random
 from datetime import datetime
 
@@ -19,9 +20,10 @@ from sql.connection import Session, SessionOptions
 
 # The most runs per claim: large enough to make round trips rare, small enough to leave other hosts a share.
 _BATCH = 500
-# Every fourth turn takes whoever has waited longest, and every eighth looks from the front of the index.
+# Every fourth turn takes whoever has waited longest.
 _OLDEST_EVERY = 4
-_FRONT_EVERY = 8
+# What a claim skipped because somebody held it is behind the low-water mark: it is found from the front of the index.
+_FRONT_EVERY_S = 0.25
 # At most one claim per 10 ms and host when claims do not come back full.
 _PACE_S = 0.010
 
@@ -52,6 +54,7 @@ class Claim:
         self._sent_at = 0.0
         self._turn = 0
         self._low_water: datetime | None = None
+        self._front_at = -math.inf
         self._empty_handed = Backoff(first_s=0.005, max_s=1.0)
 
     async def run(self, life: Life) -> None:
@@ -80,6 +83,9 @@ class Claim:
         limit = min(self._attempts.free, _BATCH)
         self._turn += 1
         self._sent_at = trio.current_time()
+        if self._low_water is None or self._sent_at >= self._front_at + _FRONT_EVERY_S:
+            self._low_water = None
+            self._front_at = self._sent_at
         self._asked = new_token()
         # What this claim asks for is taken until the answer is here: admission fills other slots meanwhile.
         self._attempts.reserved += limit
@@ -92,15 +98,21 @@ class Claim:
                 limit=limit,
                 lease_s=self._lease_s,
                 oldest=self._turn % _OLDEST_EVERY == 0,
-                low_water=None if self._turn % _FRONT_EVERY == 0 else self._low_water,
+                low_water=self._low_water,
             )
         finally:
             self._attempts.reserved -= limit
         self._asked = None
         self._start(claims, self._sent_at)
+        if claims:
+            self._hints.started.set()
+        from_front = self._low_water is None
         self._low_water = min((c.was_due_at for c in claims if c.was_due_at), default=None)
         self.caught_up = len(claims) < limit and (next_due_s is None or next_due_s > 0)
-        return self._next_turn(len(claims), limit, next_due_s)
+        next_at = self._next_turn(len(claims), limit, next_due_s)
+        if from_front:
+            return next_at
+        return min(self._front_at + _FRONT_EVERY_S, math.inf if next_at is None else next_at)
 
     def _next_turn(self, got: int, limit: int, next_due_s: float | None) -> float | None:
         now = trio.current_time()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from actors.attempts import Attempt, Attempts, Why
-from actors.core import Life, Mailbox, Probe
+from actors.core import Life, Mailbox, Probe, bounded_cleanup
 from sql.claim import Claimed
 from sql.settle import Settlement
 
@@ -24,7 +24,10 @@ nothing to settle."""
 
 
 class Executors:
-    """Stop: running plays get until the stop budget's end, then each is cancelled and its lease handed back."""
+    """Stop: running plays get until the stop budget's end, then each is cancelled and its lease handed back.
+
+    A cancelled play has ``cleanup_s`` to end; after that its lease goes back although it still runs.
+    """
 
     def __init__(
         self,
@@ -32,12 +35,14 @@ class Executors:
         execute: Execute,
         endings: Mailbox[Settlement],
         *,
+        cleanup_s: float,
         on_start: Callable[[Sequence[Claimed]], None],
     ) -> None:
         self.started = Probe("executors.started")
         self._attempts = attempts
         self._execute = execute
         self._endings = endings
+        self._cleanup_s = cleanup_s
         self._on_start = on_start
         self._nursery: trio.Nursery | None = None
         self._idle = trio.Event()
@@ -66,14 +71,32 @@ class Executors:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
+                self._attempts.accept(True)
                 life.ready()
-                await life.stopping.wait()
-                self._nursery = None
-                while self._tasks:
-                    self._idle = trio.Event()
-                    await self._idle.wait()
+                try:
+                    await life.stopping.wait()
+                    self._close()
+                    await self._all_ended()
+                except trio.Cancelled:
+                    self._close()
+                    with bounded_cleanup(self._cleanup_s):
+                        await self._all_ended()
+                    for attempt in self._attempts:
+                        if attempt.holds_slot:
+                            log.warning("event=play_ignores_cancellation run=%s", attempt.run_id)
+                            self._release(attempt)
+                    raise
         finally:
-            self._nursery = None
+            self._close()
+
+    def _close(self) -> None:
+        self._nursery = None
+        self._attempts.accept(False)
+
+    async def _all_ended(self) -> None:
+        while self._tasks:
+            self._idle = trio.Event()
+            await self._idle.wait()
 
     def stop_all(self, why: Why) -> None:
         """Cancel every play that still runs."""
@@ -103,9 +126,11 @@ class Executors:
         self._settle(attempt, released(attempt))
 
     def _settle(self, attempt: Attempt, ending: Settlement) -> None:
-        self._attempts.give_up_slot(attempt)
+        if not attempt.holds_slot:
+            return  # handed back or lost meanwhile: what its play says now counts for nothing
         if self._attempts.get(attempt.run_id) is attempt:
             self._endings.send_nowait(ending)
+        self._attempts.give_up_slot(attempt)
 
 
 def released(attempt: Attempt) -> Settlement:

@@ -16,7 +16,8 @@ from actors.core import Backoff, EndOfMailbox, Life, Mailbox, WakeFlag, commit_i
 from actors.hints import Hints
 from sql import facts as door
 from sql.connection import Session, SessionOptions
-from sql.errors import ItemFault
+from sql.errors import Deadlock, ItemFault, LockTimedOut, SerializationLost
+from sql.types import Lane
 
 log = logging.getLogger("runlane.facts")
 
@@ -69,9 +70,11 @@ class Facts:
     async def _store(self, session: Session, batch: Sequence[Attempt]) -> list[Attempt]:
         """Store what these attempts have said; those whose row is locked are returned."""
         busy: list[Attempt] = []
+        told_to: set[int] = set()
 
         async def commit(items: Sequence[Attempt]) -> None:
             sayings = [saying for attempt in items for saying in attempt.number()]
+            told_to.update(saying.lane for saying in sayings)
             answers = iter(await door.append(session, sayings) if sayings else [])
             for attempt in items:
                 told = [next(answers) for _ in attempt.unstored]
@@ -83,17 +86,23 @@ class Facts:
                     self._attempts.lose(attempt, Why.LOST)
 
         def refuse(attempt: Attempt, fault: ItemFault) -> None:
+            if isinstance(fault, (LockTimedOut, Deadlock, SerializationLost)):
+                busy.append(attempt)
+                return
             log.error("event=unstorable_facts run=%s error=%r", attempt.run_id, str(fault))
             self._stored(attempt)
 
         await commit_in_groups(batch, commit, fail=refuse)
-        self._hints.logs.set()
+        if Lane.LIFECYCLE in told_to:
+            self._hints.lanes.set()
+        if Lane.OBSERVABILITY in told_to:
+            self._hints.logs.set()
         return busy
 
     def _stored(self, attempt: Attempt) -> None:
         self._mailbox.done([attempt])
         attempt.mark_stored()
         attempt.queued = bool(attempt.waiting)
-        if attempt.queued:
+        if attempt.queued and not self._mailbox.closed:
             # Said while this flush was under way.
             self._mailbox.send_nowait(attempt)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import trio
 
-from actors.core import Backoff, EndOfMailbox, Life, Mailbox, WakeFlag, bounded_cleanup
+from actors.core import Backoff, EndOfMailbox, Life, Mailbox, WakeFlag, bounded_cleanup, leaves
 from actors.delivery import Deliver, Observe, Outcome, Turn
 from sql import lanes as door
 from sql.connection import Session, SessionOptions
@@ -83,10 +83,14 @@ class LaneActor:
                 outcomes = await self._deliver(turn.prefixes)
                 leased_at = trio.current_time()
                 turn.prefixes = await self._conclude(session, turn, outcomes)
-        except trio.Cancelled:
-            with bounded_cleanup(self._release_budget_s):
-                back = [HandBack(prefix.run_id, prefix.token, unsent=not sent) for prefix in turn.prefixes]
-                await door.hand_back(session, turn.lane, back)
+        except BaseException as exc:
+            # Deliveries go side by side: a cancellation arrives as a group of them.
+            if any(isinstance(leaf, trio.Cancelled) for leaf in leaves(exc)):
+                with bounded_cleanup(self._release_budget_s):
+                    back = [
+                        HandBack(prefix.run_id, prefix.token, unsent=not sent) for prefix in turn.prefixes
+                    ]
+                    await self._hand_all_back(session, turn.lane, back)
             raise
 
     async def _renewed(self, session: Session, turn: Turn, leased_at: float) -> list[Prefix]:

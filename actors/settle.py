@@ -16,7 +16,7 @@ from actors.core import Backoff, EndOfMailbox, Life, Mailbox, commit_in_groups
 from actors.hints import Hints
 from sql import settle as door
 from sql.connection import Session, SessionOptions
-from sql.errors import ItemFault
+from sql.errors import Deadlock, ItemFault, LockTimedOut, SerializationLost
 from sql.settle import Settlement
 
 log = logging.getLogger("runlane.settle")
@@ -88,9 +88,14 @@ class Settle:
                     self._answered(item, answer)
 
         def refuse(item: Settlement, fault: ItemFault) -> None:
+            if isinstance(fault, (LockTimedOut, Deadlock, SerializationLost)):
+                busy.append(item)
+                return
             log.error("event=unstorable run=%s outcome=%s error=%r", item.run_id, item.outcome, str(fault))
-            self._mailbox.done([item])
-            replaced.append(self._unstorable(item, fault))
+            # The same item, which stays in flight: it must be answered also if the link breaks now.
+            other = self._unstorable(item, fault)
+            item.outcome, item.payload = other.outcome, other.payload
+            replaced.append(item)
 
         parked = [item for item in batch if item.outcome == "parked"]
         others = [item for item in batch if item.outcome != "parked"]

@@ -27,7 +27,7 @@ class Watchdog:
     """Reports a loop that has not turned for ``blocked_after_s``, with the stack of what blocks it.
 
     ``reachable_at`` is the monotonic time of the listener's last look at the database; when that is older than
-    ``backstop_s`` allows, every actor is woken to look for itself.
+    ``backstop_s`` allows, every actor is woken to look for itself. ``guard(now)`` is called at every beat.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Watchdog:
         lease_s: float,
         backstop_s: float,
         reachable_at: Callable[[], float | None],
+        guard: Callable[[float], None],
     ) -> None:
         self.longest_stall_s = 0.0
         self._hints = hints
@@ -45,6 +46,9 @@ class Watchdog:
         self._lease_s = lease_s
         self._backstop_s = backstop_s
         self._reachable_at = reachable_at
+        self._guard = guard
+        # A lease is guarded from its first third on.
+        self._beat_s = min(_BEAT_S, lease_s / 6)
         self._beat = time.monotonic()
         self._done = threading.Event()
 
@@ -60,15 +64,16 @@ class Watchdog:
         woken_at = time.monotonic()
         try:
             while not life.stopping.is_set():
-                with trio.move_on_after(_BEAT_S):
+                with trio.move_on_after(self._beat_s):
                     await life.stopping.wait()
+                self._guard(trio.current_time())
                 now = time.monotonic()
-                stall_s = now - self._beat - _BEAT_S
+                stall_s = now - self._beat - self._beat_s
                 self._beat = now
                 life.beat()
                 self.longest_stall_s = max(self.longest_stall_s, stall_s)
                 if stall_s > self._lease_s:
-                    log.error("event=stalled seconds=%.1f: leases are checked first", stall_s)
+                    log.error('event=stalled seconds=%.1f hint="leases are checked first"', stall_s)
                     self._hints.renew.set()
                 if now - max(self._reachable_at() or 0.0, woken_at) > 1.5 * self._backstop_s:
                     woken_at = now
@@ -86,9 +91,14 @@ class Watchdog:
             if blocked_s > self._blocked_after_s and beat != reported:
                 reported = beat
                 frame = sys._current_frames().get(watched)
-                stack = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
-                log.error(
-                    "event=loop_blocked seconds=%.1f: a play blocks the event loop; use a thread\n%s",
-                    blocked_s,
-                    stack,
+                stack = traceback.extract_stack(frame)[-6:] if frame is not None else []
+                asleep = any(place.name == "get_events" for place in stack)
+                hint = (
+                    "the process was stopped or starved of CPU"
+                    if asleep
+                    else "a play blocks the loop: use a thread"
                 )
+                where = " < ".join(
+                    f"{place.filename}:{place.lineno} {place.name}" for place in reversed(stack)
+                )
+                log.error('event=loop_blocked seconds=%.1f hint="%s" stack="%s"', blocked_s, hint, where)

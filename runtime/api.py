@@ -28,7 +28,6 @@ from runtime.codec import JsonCodec, preview
 from runtime.config import RuntimeConfig
 from runtime.embedded import embedded_server
 from runtime.handle import Door, Handle
-from runtime.health import serve_health
 from runtime.ledger import Ledger
 from runtime.plays import Play, index_plays
 from runtime.submit import Submit, check_admitted, check_play_name
@@ -150,6 +149,8 @@ class Runtime:
         started.started()
 
     async def _serve_health(self, task_status: trio.TaskStatus[None]) -> None:
+        from runtime.health import serve_health  # late: a host without a health server need not load one
+
         started = _Once(task_status)
 
         def on_bound(port: int) -> None:
@@ -177,7 +178,15 @@ class Runtime:
         self._stopped.set()
         self._signals.cancel()
         nursery.cancel_scope.deadline = trio.current_time() + 2 * _HEALTH_GRACE_S
-        log.info("event=stopped host=%s", self._host.identity["host"])
+        unreleased = len(self._host.attempts)
+        if unreleased:
+            log.warning(
+                'event=stopped host=%s unreleased=%d hint="their leases have to run out"',
+                self._host.identity["host"],
+                unreleased,
+            )
+        else:
+            log.info("event=stopped host=%s", self._host.identity["host"])
 
     def hurry(self) -> None:
         """Stop, and skip what is left of the grace period; leases are still handed back."""
@@ -424,7 +433,9 @@ def _pair(item: Any) -> tuple[Play | str, Any]:
 
 def _text(field: str, value: str | None) -> str | None:
     fits = value is None or (isinstance(value, str) and len(value) <= 2_000 and "\x00" not in value)
-    if not fits or (value is not None and not value.isascii() and value != value.encode("utf-8", "ignore").decode()):
+    if not fits or (
+        value is not None and not value.isascii() and value != value.encode("utf-8", "ignore").decode()
+    ):
         raise InputRefused(field, "must be text of at most 2000 characters without NUL or lone surrogates")
     return value
 

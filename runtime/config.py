@@ -178,7 +178,7 @@ class RuntimeConfig:
 
     def __attrs_post_init__(self) -> None:
         # A third, so that two renewals may fail before the lease lapses.
-        if self.renew_every_s > self.lease_s / 3:
+        if self.renew_every_s > self.lease_s / 3 * (1 + 1e-9):
             raise ConfigError(
                 f"{_name('renew_every_s')} must be at most a third of lease_s ({self.lease_s:g}), "
                 f"so at most {self.lease_s / 3:g}, not {self.renew_every_s:g}"

@@ -93,7 +93,9 @@ class Context:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise InputRefused("seconds", f"must be a number, not {type(seconds).__name__}")
         if not 0 <= seconds <= _MAX_SLEEP_S:
-            raise InputRefused("seconds", f"must be from 0 to {_MAX_SLEEP_S:.0f} (10 years), not {preview(seconds)}")
+            raise InputRefused(
+                "seconds", f"must be from 0 to {_MAX_SLEEP_S:.0f} (10 years), not {preview(seconds)}"
+            )
         self._check_live()
         key = self._wait_key(key)
         left = self._attempt.claimed.receipts.get(key, seconds)
@@ -140,7 +142,7 @@ class Context:
             if value is None and name == "total":
                 continue
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not -_MAX_NUMBER <= value <= _MAX_NUMBER:
+            if not number or value is None or not -_MAX_NUMBER <= value <= _MAX_NUMBER:
                 raise InputRefused(name, f"must be a finite number, not {preview(value)}")
         record = {"done": done, "total": total, "attempt": self.attempt}
         self._attempt.say(Lane.LIFECYCLE, "run.progress", json.dumps(record), replaces=True)
@@ -160,7 +162,12 @@ class Context:
                 )
             self._ordinal += 1
             key = f"#{self._ordinal}"
-        elif not isinstance(key, str) or not 1 <= len(key) <= _MAX_KEY or key[0] == "#" or not key.isprintable():
+        elif (
+            not isinstance(key, str)
+            or not 1 <= len(key) <= _MAX_KEY
+            or key[0] == "#"
+            or not key.isprintable()
+        ):
             raise InputRefused("key", f"must be 1 to {_MAX_KEY} printable characters and not begin with #")
         if key in self._keys:
             raise InputRefused("key", f"{key!r} already names another wait of this run")

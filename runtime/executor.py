@@ -63,6 +63,7 @@ class Executor:
             park_after_s=self._config.park_after_s,
             max_depth=self._config.max_depth,
         )
+        context.begin()
         output: Any = None
         failure: BaseException | None = None
         ended = False
@@ -79,24 +80,22 @@ class Executor:
         return ending
 
     async def _play(self, play: Play, context: Context, attempt: Attempt) -> Any:
-        context.begin()
         arguments: list[Any] = []
         if play.takes_input:
             data = self._codec.decode(attempt.claimed.input, what="input")
             if play.input_type is not None:
                 data = self._codec.structure(data, play.input_type, what="input")
             arguments.append(data)
+        running = self._in_thread(play, context, arguments) if play.is_sync else play.fn(context, *arguments)
         if play.timeout_s is None:
-            return await self._call(play, context, arguments)
+            return await running
         with trio.move_on_after(play.timeout_s) as limit:
-            return await self._call(play, context, arguments)
+            return await running
         if limit.cancelled_caught:
             raise PlayTimedOut(f"the attempt ran longer than timeout_s={play.timeout_s:g}")
         return None
 
-    async def _call(self, play: Play, context: Context, arguments: list[Any]) -> Any:
-        if not play.is_sync:
-            return await play.fn(context, *arguments)
+    async def _in_thread(self, play: Play, context: Context, arguments: list[Any]) -> Any:
         # Abandoned when cancelled: the thread cannot be stopped, but what it does is refused by its fence.
         return await trio.to_thread.run_sync(
             play.fn, SyncContext(context), *arguments, abandon_on_cancel=True, limiter=self._threads
@@ -179,7 +178,8 @@ class Executor:
         if attempt.stored is None:
             attempt.stored = trio.Event()
         self._flush()
-        await attempt.stored.wait()
+        with trio.move_on_at(attempt.lease_until):  # past it, its ending would be refused anyway
+            await attempt.stored.wait()
 
 
 def _fault(attempt: Attempt, exc: BaseException) -> BaseException:

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
@@ -117,10 +118,9 @@ class _Composition:
         self.waiters = Waiters()
         self.metrics = Metrics()
         self.reports = Reports(self.metrics)
-        # Endings and sayings are bounded by the attempts that can have any.
-        room = 10 * config.slots + 1_000
-        self.endings: Mailbox[Settlement] = Mailbox("settle", room)
-        self.sayings: Mailbox[Attempt] = Mailbox("facts", room)
+        # Endings and sayings are bounded by the attempts that can have any, and none may be refused.
+        self.endings: Mailbox[Settlement] = Mailbox("settle", sys.maxsize)
+        self.sayings: Mailbox[Attempt] = Mailbox("facts", sys.maxsize)
         self.admissions: Mailbox[Admission] = Mailbox("admission", _MOST_WAITING, abandon=_abandon)
         self.cancellations: Mailbox[CancelRequest] = Mailbox(
             "control", _MOST_WAITING, wake=hints.control, abandon=_abandon
@@ -130,7 +130,13 @@ class _Composition:
         )
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
         execute = Executor(plays, codec, config, say=_Say(self.sayings), flush=self.facts.hurry.set)
-        self.executors = Executors(self.attempts, execute, self.endings, on_start=self.reports.claimed)
+        self.executors = Executors(
+            self.attempts,
+            execute,
+            self.endings,
+            cleanup_s=config.release_budget_s / 2,
+            on_start=self.reports.claimed,
+        )
         self.claim = Claim(
             options,
             _claimable(buckets),
@@ -147,6 +153,7 @@ class _Composition:
             lease_s=config.lease_s,
             backstop_s=config.backstop_s,
             reachable_at=lambda: self.listener.reachable_at,
+            guard=self.attempts.guard,
         )
 
     def host(self, identity: Mapping[str, Any], ledger: Ledger | None) -> Host:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import threading
 import time
@@ -28,7 +29,7 @@ MIN_PRIORITY, MAX_PRIORITY = -2, 2
 
 _RUN_ID = re.compile(RUN_ID_PATTERN)
 _RANDOM_BITS = 74
-_STEP_BYTES = 4
+_STEP_BITS = 32
 
 
 class _Uuid7:
@@ -40,21 +41,22 @@ class _Uuid7:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last = 0
+        self.reset()
 
     def reset(self) -> None:
         """Forget the last id. A forked child calls it, so that it does not count on from its parent's."""
         self._lock = threading.Lock()
         self._last = 0
+        # Unique, not secret: one draw from the system seeds a generator that costs nothing per id.
+        self._bits = random.Random(os.urandom(32)).getrandbits
 
     def next(self) -> str:
         fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS
         # The top random bit starts as zero: room for the counter.
-        fresh |= int.from_bytes(os.urandom(10), "big") >> (80 - _RANDOM_BITS + 1)
+        fresh |= self._bits(_RANDOM_BITS - 1)
         with self._lock:
             if fresh >> _RANDOM_BITS <= self._last >> _RANDOM_BITS:
-                fresh = self._last + 1 + int.from_bytes(os.urandom(_STEP_BYTES), "big")
+                fresh = self._last + 1 + self._bits(_STEP_BITS)
             self._last = fresh
         stamp, low = fresh >> _RANDOM_BITS, fresh & ((1 << _RANDOM_BITS) - 1)
         rand_a, rand_b = low >> 62, low & ((1 << 62) - 1)

@@ -38,6 +38,7 @@ class PostgresLedger:
     def use(self, options: SessionOptions) -> None:
         """Where the read model is. Called by the host."""
         self._options = options
+        self.mailbox = Mailbox("ledger")  # a host closes the one it has used
 
     async def append(self, delivery: Delivery) -> None:
         """Apply one delivery. Raises LedgerRejected when the read model lacks the run's earlier facts."""

@@ -105,7 +105,9 @@ class Submissions:
 def check_play_name(name: Any) -> str:
     """``name``, or UnknownPlay: no play can have ever been registered under anything else."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UnknownPlay("play", f"a name is 1 to 128 characters of A-Z a-z 0-9 . _ : -, not {preview(name)}")
+        raise UnknownPlay(
+            "play", f"a name is 1 to 128 characters of A-Z a-z 0-9 . _ : -, not {preview(name)}"
+        )
     return name
 
 

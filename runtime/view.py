@@ -6,12 +6,14 @@ somebody reads metrics.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import trio
 
 from actors.attempts import Attempts
 from actors.core import Supervisor
@@ -26,6 +28,7 @@ from sql.types import TERMINAL_STATUSES
 
 # Counted again only when somebody looks and the figures are older than this.
 _BACKLOG_AGE_S = 15.0
+_COUNT_S = 1.0
 
 
 @attrs.define(eq=False)
@@ -68,7 +71,7 @@ class View:
             },
             "schema": {"name": self.host["schema"], "ready": self.schema_ready},
             "actors": actors,
-            "slots": {"used": self.attempts.used, "free": max(0, self.attempts.free)},
+            "slots": {"used": self.attempts.used, "free": self.attempts.slots - self.attempts.used},
             "longest_stall_s": round(self.watchdog.longest_stall_s, 3),
             "host": dict(self.host),
         }
@@ -77,7 +80,7 @@ class View:
         """Prometheus' text."""
         await self._count()
         self.reports.flush()
-        self.metrics_.set_slots(used=self.attempts.used, free=max(0, self.attempts.free))
+        self.metrics_.set_slots(used=self.attempts.used, free=self.attempts.slots - self.attempts.used)
         for name, health in self.supervisor.health.items():
             for _ in range(health.restarts - self._restarts.get(name, 0)):
                 self.metrics_.actor_restarted(name)
@@ -88,9 +91,10 @@ class View:
         now = time.monotonic()
         if self._counted_at is not None and now - self._counted_at < _BACKLOG_AGE_S:
             return
-        try:
+        backlog: Backlog | None = None
+        with contextlib.suppress(RunlaneError), trio.move_on_after(_COUNT_S):
             backlog = await self.count()
-        except RunlaneError:
+        if backlog is None:
             return  # the database is away: the figures stay, and their age says so
         self._counted_at = now
         self.oldest_snapshot_s = backlog.oldest_snapshot_s

@@ -333,7 +333,7 @@ class Supervisor:
                 child.health.become("stopped")
             for box in child.spec.mailboxes:
                 box.abandon()
-            self._recovered(child)
+            child.in_outage = False  # it has ended, which is not to say that the outage is over
             child.finished.set()
 
     async def _live(self, child: _Child, number: int) -> BaseException | None:

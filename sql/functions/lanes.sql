@@ -240,7 +240,9 @@ BEGIN
            FOR NO KEY UPDATE OF l SKIP LOCKED
     ), done AS (
         UPDATE @table@ l
-           SET lane_expires_at = greatest(l.lane_expires_at, v_until)
+           SET lane_expires_at = greatest(l.lane_expires_at, v_until),
+               -- Not HOT, but rare: only a request that would outlast its lease renews.
+               lane_due_at = greatest(l.lane_due_at, v_until)
           FROM free i
          WHERE l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
         RETURNING l.run_id

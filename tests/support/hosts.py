@@ -114,7 +114,9 @@ class Hosts:
             found: list[reconcile.Account] = await eventually(whole, within_s=within_s, every_s=0.05)
         return found
 
-    async def check(self, run_ids: Iterable[str] = (), *, ledger: bool = True, within_s: float = 20.0) -> None:
+    async def check(
+        self, run_ids: Iterable[str] = (), *, ledger: bool = True, within_s: float = 20.0
+    ) -> None:
         """Each of these runs has ended once and reached the ledger once, and every invariant holds."""
         if ledger:
             for account in await self.delivered(run_ids, within_s=within_s):
