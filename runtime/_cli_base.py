@@ -16,8 +16,10 @@ from runtime.embedded import EmbeddedError
 from sql.errors import (
     ConfigError,
     DatabaseError,
+    IdempotencyConflict,
     InputRefused,
     InvalidPlay,
+    MissingRights,
     RunCancelled,
     RunFailed,
     RunlaneError,
@@ -34,11 +36,12 @@ EXIT_CODES = """\b
 Exit codes:
   0  done
   1  failed
-  2  wrong usage, a refused input or a bad setting
+  2  wrong usage, a refused input, a run id or key taken by another one, or a bad setting
   3  the run failed (submit --wait)
   4  the run was cancelled (submit --wait)
   5  there is no such run
   6  the database cannot be reached or used
+  130  interrupted
 """
 
 
@@ -60,7 +63,7 @@ class Settings:
 
 
 class Refusal(Exception):
-    """An expected error: one line on stderr and an exit code."""
+    """An expected error: one line on stderr and an exit code. Its notes go below that line."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(" ".join(message.split()))
@@ -77,16 +80,22 @@ def exit_code_of(error: RunlaneError) -> int:
         return RUN_CANCELLED
     if isinstance(error, RunNotFound):
         return NOT_FOUND
-    if isinstance(error, (ConfigError, InputRefused, InvalidPlay)):
+    if isinstance(error, (ConfigError, IdempotencyConflict, InputRefused, InvalidPlay)):
         return USAGE
     return FAILED
 
 
 def _refusal(error: RunlaneError) -> Refusal:
     message = str(error)
-    if isinstance(error, SchemaNotReady) and "migrate" not in message:
-        message += "; `runlane migrate` builds what is missing"
-    return Refusal(message, exit_code_of(error))
+    if "runlane migrate" not in message:
+        if isinstance(error, SchemaNotReady):
+            message += "; `runlane migrate` builds what is missing"
+        elif isinstance(error, MissingRights):
+            message += "; see Deploying in the README"
+    refusal = Refusal(message, exit_code_of(error))
+    for note in getattr(error, "__notes__", ()):
+        refusal.add_note(note)
+    return refusal
 
 
 class Verbs(click.Group):
@@ -103,6 +112,8 @@ class Verbs(click.Group):
         except KeyboardInterrupt:
             refusal = Refusal("interrupted", INTERRUPTED)
         click.echo(f"Error: {refusal}", err=True)
+        for note in getattr(refusal, "__notes__", ()):
+            click.echo(note, err=True)
         raise click.exceptions.Exit(refusal.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

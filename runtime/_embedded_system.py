@@ -43,6 +43,11 @@ class EmbeddedMissing(EmbeddedError, ConfigError):
     """The extra ``embedded`` is not installed."""
 
 
+def reason(error: OSError) -> str:
+    """The system's words for an error, as part of a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
 # --- the account -------------------------------------------------------------------------------------
 
 
@@ -122,7 +127,7 @@ def call(
             raise EmbeddedError(f"{command[0]} did not end within {timeout_s:.0f} s") from None
         except OSError as error:
             who = "" if account.uid is None else f" as user {account.uid}"
-            raise EmbeddedError(f"cannot run {command[0]}{who}: {error.strerror}") from error
+            raise EmbeddedError(f"cannot run {command[0]}{who}: {reason(error)}") from error
         output.seek(0)
         return subprocess.CompletedProcess(command, done.returncode, output.read())
 
@@ -143,7 +148,14 @@ def default_folder() -> Path:
     base = Path(data_home) if data_home.startswith("/") else Path.home() / ".local" / "share"
     if os.access(next(folder for folder in (base, *base.parents) if folder.exists()), os.W_OK):
         return base / "runlane" / "embedded"
-    return Path(tempfile.gettempdir()) / f"runlane-{os.geteuid()}"
+    folder = Path(tempfile.gettempdir()) / f"runlane-{os.geteuid()}"
+    _log.warning(
+        "event=temporary_data folder=%s: %s is not writable, so the data may be gone after a restart of the machine; "
+        "RUNLANE_EMBEDDED_DIR names a place for it",
+        folder,
+        base,
+    )
+    return folder
 
 
 def prepared(wanted: Path, account: Account) -> Path:
@@ -156,7 +168,9 @@ def prepared(wanted: Path, account: Account) -> Path:
     if _can(account, 'cd "$1"', wanted):
         return wanted
     stand_in = _SYSTEM_FOLDER / "folders" / f"{wanted.name}-{digest(wanted)}"
-    _log.info("the server's account cannot enter the folder folder=%s data=%s", wanted, stand_in)
+    _log.info(
+        "event=stand_in folder=%s data=%s: the server's account cannot enter the folder", wanted, stand_in
+    )
     make(stand_in, 0o755)
     return stand_in
 
@@ -169,7 +183,7 @@ def make(folder: Path, mode: int) -> None:
             path.mkdir(exist_ok=True)
             path.chmod(mode)
     except OSError as error:
-        raise EmbeddedError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise EmbeddedError(f"cannot make the folder {folder}: {reason(error)}") from error
     if not folder.is_dir():
         raise EmbeddedError(f"{folder} is not a folder")
 
@@ -185,7 +199,7 @@ def make_private(folder: Path, account: Account) -> None:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != owner or status.st_mode & 0o077:
             raise EmbeddedError(f"{folder} exists and is no private folder of the server's account") from None
     except OSError as error:
-        raise EmbeddedError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise EmbeddedError(f"cannot make the folder {folder}: {reason(error)}") from error
 
 
 def digest(path: Path) -> str:

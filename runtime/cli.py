@@ -16,13 +16,15 @@ from typing import Any
 import click
 import trio
 
+from runtime import __runlane__, _client, ids, logs
 from runtime import _cli_show as show
-from runtime import _client, ids, logs
 from runtime import serve as hosting
 from runtime._cli_base import (
     EXIT_CODES,
     FAILED,
+    INTERRUPTED,
     NO_DATABASE,
+    USAGE,
     Refusal,
     Verbs,
     database_options,
@@ -36,11 +38,12 @@ from runtime.demo import run_demo
 from runtime.handle import output_of
 from sql import control, deployment, due, facts, status, submit
 from sql.connection import Session
-from sql.errors import InputRefused, LinkLost, RunNotFound
+from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES
 
 
 @click.group(cls=Verbs, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__runlane__, prog_name="runlane")
 @json_option
 @database_options
 def cli() -> None:
@@ -180,7 +183,7 @@ def migrate(check: bool) -> None:
         elif readiness.ready:
             click.echo(f"schema {config.schema} is ready")
         if not readiness.ready:
-            raise Refusal(f"schema {config.schema} lacks {', '.join(missing)}", FAILED)
+            raise Refusal(readiness.problem(config.schema), FAILED)
         return
     changed = _client.ask(config, deployment.ensure)
     if settings.as_json:
@@ -246,7 +249,10 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
             return
         if not settings.as_json:
             click.echo(f"run {run_id}", err=True)
-        terminal = trio.run(_client.wait_for_end, found, run_id)
+        try:
+            terminal = trio.run(_client.wait_for_end, found, run_id)
+        except KeyboardInterrupt:
+            raise Refusal(f"interrupted; run {run_id} goes on", INTERRUPTED) from None
     if settings.as_json:
         show.print_json(
             {"run_id": run_id, "created": created, "status": terminal.status, **(terminal.payload or {})}
@@ -264,7 +270,12 @@ def _input_text(given: str | None, config: RuntimeConfig) -> str:
         except UnicodeDecodeError as exc:
             raise InputRefused("input", f"stdin is not UTF-8: {exc.reason}") from None
     codec = JsonCodec()
-    value = codec.decode(text, what="input")
+    try:
+        value = codec.decode(text, what="input")
+    except PayloadRefused as exc:
+        if not isinstance(exc.__context__, json.JSONDecodeError):
+            raise
+        raise Refusal(f"INPUT-JSON is not JSON: {exc.reason}", USAGE) from exc
     return codec.encode(value, what="input", limit_bytes=config.max_payload_bytes, max_depth=config.max_depth)
 
 

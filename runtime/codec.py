@@ -35,6 +35,7 @@ PREVIEW_CHARS = 500
 _INT_BOUND = 10**MAX_INT_DIGITS
 _POSITIONAL_FROM = 1e16
 _MAX_PATH_CHARS = 200
+_MAX_DEEP_STEPS = 4
 _MAX_LINE_CHARS = 2_000
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
@@ -69,7 +70,10 @@ class _Refused(Exception):
     def path(self, what: str) -> str:
         if self.code == "payload_too_large":
             return what
-        text = what + "".join(_step_text(step) for step in reversed(self.steps))
+        steps = [_step_text(step) for step in reversed(self.steps)]
+        if self.code == "payload_too_deep" and len(steps) > _MAX_DEEP_STEPS:
+            steps[_MAX_DEEP_STEPS:] = ["…"]  # where it begins; the rest may be the same step again and again
+        text = what + "".join(steps)
         if len(text) > _MAX_PATH_CHARS:
             half = _MAX_PATH_CHARS // 2
             text = f"{text[:half]}…{text[-half:]}"
@@ -81,11 +85,19 @@ def _step_text(step: str | int) -> str:
         return f"[{step}]"
     if step.isascii() and step.isidentifier():
         return f".{_clip(step, 80)}"
-    return f"[{_clip(step, 80)!a}]"
+    return f"[{quoted(step, 80)}]"
 
 
 def _clip(text: str, chars: int) -> str:
     return text if len(text) <= chars else text[: chars - 1] + "…"
+
+
+def quoted(text: str, chars: int) -> str:
+    """``text`` in quotes and in ASCII, but for an ellipsis where more than ``chars`` characters were cut."""
+    if len(text) <= chars:
+        return ascii(text)
+    shown = ascii(text[: chars - 1])
+    return f"{shown[:-1]}…{shown[-1]}"
 
 
 def type_name(value: object) -> str:
@@ -353,7 +365,7 @@ def preview(value: object, depth: int = 3) -> str:
     """A short description of any value that runs none of its own code."""
     kind = type(value)
     if kind is str:
-        return ascii(_clip(str(value), 120))
+        return quoted(str(value), 120)
     if isinstance(value, int) and kind in (int, bool):
         return repr(value) if -_INT_BOUND < value < _INT_BOUND else "<huge int>"
     if kind in (float, type(None)):

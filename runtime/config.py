@@ -31,6 +31,7 @@ _SECRET = frozenset({"dsn", "listen_dsn"})
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _DAY_S = 86_400.0
+_ALIKE = 0.65
 
 _Check = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
@@ -219,8 +220,10 @@ class RuntimeConfig:
 
 
 def _unknown(variable: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(variable, known, n=1)
-    suggestion = f"; did you mean {close[0]}?" if close else ""
+    # Without the prefix, which alone would make any two of them alike.
+    bare = [name.removeprefix(PREFIX) for name in known]
+    close = difflib.get_close_matches(variable.removeprefix(PREFIX), bare, n=1, cutoff=_ALIKE)
+    suggestion = f"; did you mean {PREFIX}{close[0]}?" if close else ""
     return f"{variable} is not a setting of runlane{suggestion}"
 
 

@@ -226,7 +226,7 @@ class Demo:
             else:
                 self._open[run_id] = run
         running = Counter(run.host for run in self._open.values() if run is not None and run.host)
-        where = {host.name: running[host.label] for host in self._hosts.living}
+        where = {host.name: running[host.label] for host in self._hosts.living if host.health}
         self._screen.progress(len(self._runs) - len(self._open), len(self._runs), where)
 
     def _held_by(self, host: HostProcess) -> frozenset[str]:

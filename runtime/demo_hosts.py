@@ -155,13 +155,16 @@ class Hosts:
 
     @property
     def living(self) -> list[HostProcess]:
-        """Those that run."""
+        """Those that run, or are starting."""
         return [host for host in self.all if host.alive]
 
     async def start(self) -> HostProcess:
         """Start one more host and wait until it is ready. Raises DemoFailed."""
         name = f"demo-{next(self._numbers)}"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DemoFailed(f"cannot make the folder {self._folder}: {error.strerror}") from error
         log = self._folder / f"{name}.log"
         command = [sys.executable, "-m", "runtime", "serve", "--json", "--plays", PLAYS, "--stop-with-stdin"]
         with log.open("wb") as stderr:

@@ -109,10 +109,13 @@ class EmbeddedServer:
             if not re.fullmatch(r"[a-z_][a-z0-9_.]*", name):
                 raise EmbeddedError(f"{name!r} is no name of a Postgres setting")
         wanted = (default_folder() if folder is None else folder).expanduser().absolute()
-        account = system.account_for(wanted / "pgdata")
-        place = system.prepared(wanted, account)
-        if place != wanted:
-            account = system.account_for(place / "pgdata")
+        try:
+            account = system.account_for(wanted / "pgdata")
+            place = system.prepared(wanted, account)
+            if place != wanted:
+                account = system.account_for(place / "pgdata")
+        except OSError as error:  # looking at a folder may be forbidden, too
+            raise EmbeddedError(f"cannot use {wanted}: {system.reason(error)}") from error
         found = system.find_binaries(place / "pgdata") if binaries is None else binaries.absolute()
         return cls(
             folder=place,
@@ -186,7 +189,7 @@ class EmbeddedServer:
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise EmbeddedError(f"cannot use {path}: {error.strerror}") from error
+            raise EmbeddedError(f"cannot use {path}: {system.reason(error)}") from error
 
     # --- the server ----------------------------------------------------------------------------------
 
@@ -233,7 +236,7 @@ class EmbeddedServer:
                 if "shared memory block" not in said or time.monotonic() > deadline:
                     raise EmbeddedError(f"{error}; {log} says: {said}") from None
                 time.sleep(0.1)
-        _log.info("started folder=%s dsn=%s", self.folder, self.dsn)
+        _log.info("event=started folder=%s dsn=%s", self.folder, self.dsn)
 
     def _stop(self) -> None:
         """Stop the server without waiting for its clients; what they committed is safe either way."""
@@ -242,11 +245,11 @@ class EmbeddedServer:
         try:
             self._pg_ctl("stop", "-m", "fast")
         except EmbeddedError as error:
-            _log.warning("fast stop failed, stopping at once folder=%s error=%s", self.folder, error)
+            _log.warning("event=fast_stop_failed folder=%s error=%s", self.folder, error)
             self._pg_ctl("stop", "-m", "immediate")
         if self.socket_folder != self.pgdata:
             shutil.rmtree(self.socket_folder)
-        _log.info("stopped folder=%s", self.folder)
+        _log.info("event=stopped folder=%s", self.folder)
 
     def _answers(self) -> bool:
         """Whether a server of this folder takes connections; one that is just starting is waited for."""

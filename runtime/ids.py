@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from runtime.codec import preview
+from runtime.codec import preview, quoted
 from sql.errors import InputRefused
 from sql.types import RUN_ID_PATTERN
 
@@ -93,8 +93,9 @@ def check_run_id(value: Any) -> str:
     if not isinstance(value, str):
         raise InputRefused("run_id", f"must be str, not {type(value).__name__}")
     if not _RUN_ID.fullmatch(value):
-        shown = ascii(value if len(value) <= 150 else value[:150] + "…")
-        raise InputRefused("run_id", f"must be 1 to 128 characters of A-Z a-z 0-9 . _ : -, not {shown}")
+        raise InputRefused(
+            "run_id", f"must be 1 to 128 characters of A-Z a-z 0-9 . _ : -, not {quoted(value, 150)}"
+        )
     return value
 
 

@@ -64,11 +64,22 @@ class _LagHistogram(Collector):
         yield family
 
 
+class _Registry(CollectorRegistry):
+    """A registry without the ``_created`` series of counters: in the text format they are metrics of their own,
+    which no query here needs."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric."""
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 class Metrics:
     """The metrics of one host, in a registry of its own; two hosts in one process do not meet."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = _Registry()
         self._clock = clock
         self._counted_at: float | None = None
         registry = self.registry

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -37,8 +38,8 @@ def load_plays(targets: Sequence[str]) -> list[Play]:
     """The plays that ``module:attr`` targets name, each once.
 
     ``attr`` is a play, a list or tuple of plays, or a module; without it, all plays of the module are taken. The
-    current directory is importable. Raises ConfigError and InvalidPlay; an error inside the module leaves as it
-    is, with its traceback.
+    current directory is importable. Raises ConfigError and InvalidPlay; for an error inside the module it is a
+    ConfigError with the module's own part of the traceback as a note.
     """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
@@ -75,6 +76,26 @@ def _module(name: str, target: str) -> ModuleType:
         else:
             problem = f"{name} imports {missing!r}, which is not there"
         raise ConfigError(f"--plays {target!r}: {problem}") from error
+    except RunlaneError:
+        raise
+    except Exception as error:  # the module is the user's: it may raise anything
+        raise _import_failed(target, error) from error
+
+
+def _import_failed(target: str, error: Exception) -> ConfigError:
+    """One line that says what and where, and the frames that are neither ours nor the import system's as a note."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen ")
+    ]
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if frames and not isinstance(error, SyntaxError):  # which says itself where it is
+        said += f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    failure = ConfigError(f"--plays {target!r}: importing it failed: {said}")
+    if frames:
+        failure.add_note("".join(traceback.format_list(frames)).rstrip())
+    return failure
 
 
 # --- hosting -----------------------------------------------------------------------------------------
@@ -131,7 +152,8 @@ async def _host(
         stop.runtime = runtime
         announce(runtime)
         await stop.asked.wait()
-        log.info("event=stopping")
+        running = runtime.readiness()["slots"]["used"]
+        log.info("event=stopping running=%d grace_s=%g", running, runtime.config.grace_s)
 
 
 async def _watch_signals(stop: _Stop, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -65,6 +65,7 @@ class Submissions:
             limit_bytes=self._config.max_payload_bytes,
             max_depth=self._config.max_depth,
         )
+        self._check_shape(item.play if isinstance(item.play, Play) else self._plays.get(name), text)
         priority = ids.check_priority(item.priority)
         delay_s, at = ids.check_when(item.delay, item.at)
         labels = ids.check_labels(item.labels)
@@ -83,6 +84,11 @@ class Submissions:
             if not labels
             else self._codec.encode(labels, what="labels", limit_bytes=65_536, max_depth=2),
         )
+
+    def _check_shape(self, play: Play | None, text: str) -> None:
+        """Refuse an input that the play's own type refuses, where the play is known; its host does so anyway."""
+        if play is not None and play.input_type is not None:
+            self._codec.structure(self._codec.decode(text, what="input"), play.input_type, what="input")
 
     def _name(self, play: Any) -> str:
         if isinstance(play, Play):

@@ -51,6 +51,16 @@ class Readiness:
     ready: bool
     missing: tuple[str, ...]
 
+    def problem(self, schema: str) -> str:
+        """What is wrong with the schema, in words."""
+        if self.missing == (_whole(schema),):
+            return f"schema {schema} does not exist"
+        return f"schema {schema} lacks {', '.join(self.missing)}"
+
+
+def _whole(schema: str) -> str:
+    return f"schema {schema}"
+
 
 async def check(session: Session) -> Readiness:
     """Compare the schema's shape with the one this version needs. Reads catalogues only.
@@ -60,7 +70,7 @@ async def check(session: Session) -> Readiness:
     schema = session.options.schema
     row = await session.fetchrow(_SHAPE, schema)
     if row is None:
-        return Readiness(False, (f"schema {schema}",))
+        return Readiness(False, (_whole(schema),))
     columns = {tuple(name.split(".", 1)) for name in row["columns"] or ()}
     indexes, functions = set(row["indexes"] or ()), set(row["functions"] or ())
     wanted = bundle.shape()

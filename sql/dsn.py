@@ -6,7 +6,8 @@ user or a password.
 
 from __future__ import annotations
 
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from collections.abc import Mapping
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
 from sql.errors import InvalidDsn
 
@@ -40,11 +41,28 @@ def known_to_driver(dsn: str) -> tuple[str, bool]:
         raise InvalidDsn(f"the DSN cannot be parsed: {exc}") from None
     if parts.scheme not in ("postgresql", "postgres"):
         raise InvalidDsn("the DSN must start with postgresql://")
+    _check_ports(parts, dict(query))
     kept = [(key, value) for key, value in query if key not in _LIBPQ_ONLY]
     many = "," in parts.netloc.rpartition("@")[2] or any("," in v for k, v in kept if k == "host")
     if len(kept) == len(query):
         return dsn, many
     return urlunsplit(parts._replace(query=urlencode(kept))), many
+
+
+def _check_ports(parts: SplitResult, query: Mapping[str, str]) -> None:
+    """Refuse what is no port: the driver's own words do not say so, and it takes 70000 for 4464."""
+    _, at, hosts = parts.netloc.rpartition("@")
+    ports = [host.rpartition("]")[2].partition(":")[2] for host in hosts.split(",")]
+    for port in (*ports, *query.get("port", "").split(",")):
+        if port and not (port.isascii() and port.isdecimal()):
+            if not at and "@" in parts.path + parts.query + parts.fragment:
+                # What looks like a port may be the beginning of a password.
+                raise InvalidDsn(
+                    "in the DSN's user and password, / ? and # must be written as %2F, %3F and %23"
+                )
+            raise InvalidDsn(f"the DSN's port must be a number, not {port!r}")
+        if port and not 1 <= int(port[:6]) <= 65_535:
+            raise InvalidDsn(f"the DSN's port must be a number from 1 to 65535, not {port}")
 
 
 def tls_mode(dsn: str) -> str | None:

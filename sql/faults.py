@@ -7,6 +7,9 @@ decides what a caller does about one; the families in ``sql.errors`` say that.
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import socket
 
 import asyncpg
 from asyncpg.exceptions import _base as base
@@ -88,8 +91,18 @@ def translate_connecting(exc: BaseException, where: str, timeout_s: float) -> er
     if translated is None:
         return None
     if isinstance(translated, errors.StatementTooSlow):
-        return errors.DatabaseUnreachable(f"{where}: no connection within {timeout_s:g} s")
+        return errors.DatabaseUnreachable(f"cannot connect to {where}: no connection within {timeout_s:g} s")
     if isinstance(translated, errors.LinkLost):
-        reason = str(exc) or type(exc).__name__
-        return errors.DatabaseUnreachable(f"{where}: {reason}", translated.sqlstate)
+        return errors.DatabaseUnreachable(f"cannot connect to {where}: {_reason(exc)}", translated.sqlstate)
     return type(translated)(f"{where}: {translated}", translated.sqlstate)
+
+
+def _reason(exc: BaseException) -> str:
+    """Why no connection could be made, in the system's words: asyncio puts addresses and numbers in their place."""
+    if isinstance(exc, socket.gaierror):
+        return (exc.strerror or str(exc)).lower()
+    # One for each address of a name that has several.
+    numbers = dict.fromkeys(re.findall(r"\[Errno (\d+)\]", str(exc))) if isinstance(exc, OSError) else {}
+    if numbers:
+        return ", ".join(os.strerror(int(number)).lower() for number in numbers)
+    return str(exc) or type(exc).__name__

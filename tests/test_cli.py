@@ -6,12 +6,14 @@ import io
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -105,7 +107,7 @@ def test_help_lists_verbs_in_the_order_of_use_and_the_exit_codes(bare: Command) 
     assert said.code == 0
     places = [said.out.index(f"\n  {verb} ") for verb in VERBS]
     assert places == sorted(places)
-    for code in range(7):
+    for code in (*range(7), 130):
         assert f"\n    {code}  " in said.out
 
 
@@ -128,7 +130,7 @@ def test_unknown_verbs_and_options_are_usage_errors(bare: Command) -> None:
     [
         (errors.HostFailed("x"), 1),
         (errors.OutcomeUnknown("x"), 1),
-        (errors.IdempotencyConflict("x", "r"), 1),
+        (errors.IdempotencyConflict("x", "r"), 2),
         (errors.ConfigError("x"), 2),
         (errors.InvalidPlay("x"), 2),
         (errors.UnknownPlay("play", "x"), 2),
@@ -157,9 +159,32 @@ def test_a_bad_schema_name_is_refused_before_anything_is_opened(bare: Command) -
     bare("runs", "--dsn", "postgresql://nowhere/", "--schema", "pg_mine").refused(2, "schema", "pg_mine")
 
 
+def test_the_version(bare: Command) -> None:
+    assert bare("--version").out == f"runlane, version {metadata.version('runlane')}\n"
+
+
 @pytest.mark.parametrize("dsn", ["mysql://localhost/db", "postgresql://[::1/db", "not a dsn"])
 def test_a_bad_dsn_is_one_line(bare: Command, dsn: str) -> None:
     bare("runs", "--dsn", dsn).refused(6, "DSN")
+
+
+@pytest.mark.parametrize(
+    ("dsn", "words"),
+    [
+        ("postgresql://u@127.0.0.1:notaport/db", "the DSN's port must be a number, not 'notaport'"),
+        ("postgresql://u@a:1,[::1]:x/db", "the DSN's port must be a number, not 'x'"),
+        ("postgresql://u@127.0.0.1/db?port=x", "the DSN's port must be a number, not 'x'"),
+        ("postgresql://u@127.0.0.1:70000/db", "the DSN's port must be a number from 1 to 65535, not 70000"),
+    ],
+)
+def test_a_bad_port_is_named(bare: Command, dsn: str, words: str) -> None:
+    bare("runs", "--dsn", dsn).refused(6, words)
+
+
+def test_a_password_that_breaks_the_dsn_is_not_taken_for_a_port(bare: Command) -> None:
+    said = bare("runs", "--dsn", "postgresql://me:hunter/2@127.0.0.1/db")
+    said.refused(6, "password", "%2F")
+    assert "hunter" not in said.err
 
 
 def test_a_dsn_with_a_password_is_not_shown(bare: Command) -> None:
@@ -170,8 +195,11 @@ def test_a_dsn_with_a_password_is_not_shown(bare: Command) -> None:
 
 def test_an_unreachable_server_is_one_line(bare: Command) -> None:
     port = _closed_port()
+    words = f"cannot connect to 127.0.0.1:{port}: connection refused"
     for arguments in (["runs"], ["status", NO_RUN], ["submit", "echo"], ["cancel", NO_RUN], ["migrate"]):
-        bare(*arguments, "--dsn", f"postgresql://postgres@127.0.0.1:{port}/postgres").refused(6, str(port))
+        bare(*arguments, "--dsn", f"postgresql://postgres@127.0.0.1:{port}/postgres").refused(6, words)
+    several = f"postgresql://postgres@localhost:{port}/postgres"
+    bare("runs", "--dsn", several).refused(6, f"cannot connect to localhost:{port}: connection refused")
 
 
 @pytest.mark.parametrize("arguments", [["runs"], ["status", NO_RUN], ["submit", "echo"], ["cancel", NO_RUN]])
@@ -184,6 +212,9 @@ def test_missing_rights_say_what_to_grant(bare: Command, dsn: str, schema: str) 
     ask(dsn, f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
     try:
         bare("migrate", "--dsn", _as_role(dsn, role), "--schema", schema).refused(6, schema, "grant")
+        assert bare("migrate", "--dsn", dsn, "--schema", schema).code == 0
+        refused = bare("runs", "--dsn", _as_role(dsn, role), "--schema", schema)
+        refused.refused(6, "permission denied", "; see Deploying in the README")
     finally:
         ask(dsn, f"DROP ROLE {role}")
 
@@ -241,7 +272,9 @@ def _as_role(dsn: str, role: str) -> str:
 
 def test_migrate_builds_once(bare: Command, dsn: str, schema: str) -> None:
     where = ["--dsn", dsn, "--schema", schema]
-    bare("migrate", "--check", *where).refused(1, f"schema {schema} lacks")
+    assert bare("migrate", "--check", *where).err == f"Error: schema {schema} does not exist\n"
+    ask(dsn, f"CREATE SCHEMA {schema}")
+    bare("migrate", "--check", *where).refused(1, f"schema {schema} lacks column")
     assert "brought up to date" in bare("migrate", *where).out
     assert "was up to date" in bare("migrate", *where).out
     assert bare("migrate", "--check", *where).code == 0
@@ -285,16 +318,16 @@ def test_submit_again_gives_the_same_run(runlane: Command) -> None:
     assert (again.code, again.out) == (0, first.out)
     assert "was there already" in again.err
     assert runlane("submit", "echo", "1", "--idempotency-key", "k", "--json").json["created"] is False
-    runlane("submit", "echo", "2", "--idempotency-key", "k").refused(1, first.out.strip())
+    runlane("submit", "echo", "2", "--idempotency-key", "k").refused(2, first.out.strip())
     assert runlane("submit", "echo", "--run-id", "mine").out == "mine\n"
-    runlane("submit", "echo", "2", "--run-id", "mine").refused(1, "mine")
+    runlane("submit", "echo", "2", "--run-id", "mine").refused(2, "mine")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["submit", "unknown"], ["play", "unknown"]),
-        (["submit", "echo", "{"], ["input"]),
+        (["submit", "echo", "{"], ["INPUT-JSON is not JSON: ", "line 1 column 2 (char 1)"]),
         (["submit", "echo", "NaN"], ["input", "NaN"]),
         (["submit", "echo", '"\\u0000"'], ["input"]),
         (["submit", "echo", "[" * 10_000 + "]" * 10_000], ["input"]),
@@ -350,6 +383,18 @@ def test_submit_waits_for_a_cancellation(served: Command, dsn: str, schema: str)
         assert served("cancel", "w", "--reason", "enough").code == 0
         assert waiting.wait(hosting.PATIENCE_S) == 4
         assert waiting.stderr.read() == "Error: run w was cancelled: enough\n"
+
+
+def test_an_interrupted_wait_says_that_the_run_goes_on(served: Command, dsn: str, schema: str) -> None:
+    waiting = hosting.spawn("submit", "waits", "--wait", "--run-id", "w", dsn=dsn, schema=schema)
+    with waiting:
+        assert waiting.stderr is not None
+        assert waiting.stderr.readline() == "run w\n"
+        _until_running(served, "w")
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(hosting.PATIENCE_S) == 130
+        assert waiting.stderr.read() == "Error: interrupted; run w goes on\n"
+    assert served("status", "w", "--json", "--facts", "0").json["status"] == "running"
 
 
 # --- status, cancel, runs ----------------------------------------------------------------------------
@@ -433,6 +478,7 @@ def test_serve_stops_on_a_signal_and_hands_its_leases_back(
     assert process.returncode == 0
     assert out == ""
     assert all(line.startswith("time=") for line in err.splitlines()), err
+    assert "event=stopping running=1 grace_s=0\n" in err
     shown = runlane("status", "w", "--json").json
     assert (shown["status"], shown["failures"], shown["crashes"]) == ("queued", 0, 0)
     assert [one["outcome"] for one in shown["attempts"]] == ["released"]
@@ -562,6 +608,48 @@ def test_a_module_that_imports_what_is_not_there(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
     with pytest.raises(ConfigError, match="my_broken_plays imports 'no_such_dependency'"):
         load_plays(["my_broken_plays"])
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes a module of plays into the current directory, and gives its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+
+    def write(text: str) -> str:
+        name = f"broken_plays_{secrets.token_hex(4)}"
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write
+
+
+def test_a_module_that_does_not_compile_is_one_line(bare: Command, broken: Callable[[str], str]) -> None:
+    name = broken("def f(:\n")
+    words = f"--plays '{name}': importing it failed: SyntaxError: invalid syntax ({name}.py, line 1)"
+    bare("serve", "--plays", name).refused(2, words)
+
+
+def test_an_error_while_a_module_is_imported_shows_the_users_frames_alone(
+    bare: Command, broken: Callable[[str], str], tmp_path: Path
+) -> None:
+    inner = broken("def f():\n    return 1 / 0\n\nf()\n")
+    outer = broken(f"import {inner}\n")
+    said = bare("serve", "--plays", outer)
+    assert (said.code, said.out) == (2, "")
+    first, *frames = said.err.splitlines()
+    where = f"({tmp_path / inner}.py, line 2)"
+    assert (
+        first == f"Error: --plays '{outer}': importing it failed: ZeroDivisionError: division by zero {where}"
+    )
+    files = [line.split('"')[1] for line in frames if line.startswith("  File ")]
+    assert files == [str(tmp_path / f"{name}.py") for name in (outer, inner, inner)]
+
+
+def test_an_invalid_play_in_a_module_keeps_its_own_error(broken: Callable[[str], str]) -> None:
+    name = broken("from runtime import play\n\n@play('no good')\ndef f(ctx): ...\n")
+    with pytest.raises(InvalidPlay, match="no good"):
+        load_plays([name])
 
 
 # --- the log format ----------------------------------------------------------------------------------

@@ -18,7 +18,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.codec import MAX_INT_DIGITS, MESSAGE_BYTES, TRACEBACK_BYTES, JsonCodec, error_record, scrub
+from runtime.codec import (
+    MAX_INT_DIGITS,
+    MESSAGE_BYTES,
+    TRACEBACK_BYTES,
+    JsonCodec,
+    error_record,
+    preview,
+    quoted,
+    scrub,
+)
 from sql.errors import PayloadRefused
 
 LIMIT = 1_048_576
@@ -229,6 +238,13 @@ def test_a_refusal_names_the_path_and_the_reason(value: Any, field: str, word: s
     assert word in error.reason
 
 
+def test_what_was_cut_ends_in_an_ellipsis() -> None:
+    assert quoted("é" * 10, 10) == ascii("é" * 10)
+    assert quoted("é" * 11, 10) == "'" + "\\xe9" * 9 + "…'"
+    assert preview("x" * 500).endswith("x…'")
+    assert refusal({"a b" * 100: [b""]}).field.endswith("…'][0]")
+
+
 @pytest.mark.parametrize("build", [nested, chain_of_dicts])
 def test_depth_is_counted_in_containers(build: Callable[[int], Any]) -> None:
     assert encode(build(DEPTH))
@@ -242,7 +258,8 @@ def test_nesting_of_100_000_levels_is_refused_not_a_crash(build: Callable[[int],
     error = refusal(value)
     assert "deeper than 64 levels" in error.reason
     assert error.field.startswith("input")
-    assert len(error.field) < 250
+    assert error.field.endswith("…")
+    assert len(error.field) < 30
     stored, reason = codec.encode_output(value, limit_bytes=LIMIT, max_depth=DEPTH)
     assert reason is not None
     assert codec.decode(stored)["$replaced"]["reason"] == "payload_too_deep"

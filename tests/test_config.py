@@ -145,6 +145,12 @@ def test_an_unknown_variable_is_refused_with_a_suggestion() -> None:
         RuntimeConfig.from_env({"RUNLANE_QQQQ": "1"})
 
 
+def test_a_name_that_is_like_nothing_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RuntimeConfig.from_env({"RUNLANE_BOGUS": "1"})
+    assert str(caught.value) == "RUNLANE_BOGUS is not a setting of runlane"
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "allowed"),
     [

@@ -14,15 +14,18 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 from rich.console import Console
 
-from runtime import demo_report
+from runtime import RuntimeConfig, demo_report
+from runtime.demo import Demo
 from runtime.demo_audit import Findings, installed, record_of, turns, verify
-from runtime.demo_hosts import Lags
+from runtime.demo_hosts import HostProcess, Hosts, Lags
+from sql import status
 from sql.reconcile import Account
 from sql.status import Terminal
 from tests.support import hosting
@@ -230,6 +233,35 @@ def test_a_mismatch_is_a_finding_and_no_failure() -> None:
     said = io.StringIO()
     demo_report.show(report, Console(file=said, width=200))
     assert "pkg: pkg/a.py is missing" in said.getvalue()
+
+
+# --- progress ----------------------------------------------------------------------------------------
+
+
+async def test_progress_names_a_host_once_it_has_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def no_runs(*_: object) -> dict[str, Any]:
+        return {}
+
+    class Alive:
+        pid = 7
+
+        def poll(self) -> None:
+            return None
+
+    shown: list[list[str]] = []
+    screen: Any = SimpleNamespace(progress=lambda done, total, where: shown.append(list(where)))
+    monkeypatch.setattr(status, "read_runs", no_runs)
+    process: Any = Alive()
+    hosts = Hosts(RuntimeConfig(), tmp_path)
+    hosts.all = [
+        HostProcess("demo-1", process, tmp_path, health="http://h"),
+        HostProcess("demo-2", process, tmp_path),
+    ]
+    session: Any = None
+    await Demo(RuntimeConfig(), hosts, screen, 1.0, "status", distributions=[])._look(session)
+    assert shown == [["demo-1"]]
 
 
 # --- the whole ---------------------------------------------------------------------------------------

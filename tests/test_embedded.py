@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -98,11 +98,14 @@ def postmaster(folder: Path) -> int:
     return int((folder / "pgdata" / "postmaster.pid").read_text().split("\n", 1)[0])
 
 
-def test_the_server_lives_as_long_as_the_block(folder: Path) -> None:
+def test_the_server_lives_as_long_as_the_block(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "runlane.embedded")
     with embedded_server(folder) as dsn:
         assert ask(dsn, "SELECT current_user")[0][0] == "postgres"
         assert serving(folder)
     assert not serving(folder)
+    said = [record.getMessage().split()[:2] for record in caplog.records]
+    assert said == [["event=started", f"folder={folder}"], ["event=stopped", f"folder={folder}"]]
 
 
 def test_an_error_in_the_block_stops_the_server_too(folder: Path) -> None:
@@ -263,6 +266,44 @@ def test_without_the_extra_one_line_says_what_to_install(
 def test_binaries_elsewhere_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(EmbeddedError, match="no Postgres binaries"):
         EmbeddedServer.of(tmp_path, binaries=tmp_path)
+
+
+@contextmanager
+def ordinary_user() -> Iterator[None]:
+    """Whoever runs the tests, but never root, who may do everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_cannot_be_entered_is_one_line(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0)
+    try:
+        with ordinary_user(), pytest.raises(EmbeddedError) as caught:
+            EmbeddedServer.of(closed / "data")
+    finally:
+        closed.chmod(0o700)
+    assert str(caught.value) == f"cannot use {closed / 'data'}: permission denied"
+
+
+def test_data_in_a_temporary_folder_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    monkeypatch.setenv("XDG_DATA_HOME", "/nonexistent")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    folder = default_folder()
+    assert folder.name == "runlane-4711"
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("runlane.embedded", "WARNING")
+    assert f"event=temporary_data folder={folder}" in record.getMessage()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="for an ordinary user")

@@ -73,6 +73,11 @@ def test_bad_run_ids_are_refused_with_the_rule(value: Any) -> None:
     str(caught.value).encode()
 
 
+def test_a_long_bad_run_id_is_cut_in_the_refusal() -> None:
+    with pytest.raises(InputRefused, match=r"xxx…'$"):
+        ids.check_run_id("x" * 1_000)
+
+
 @pytest.mark.parametrize("check", [ids.check_idempotency_key, ids.check_org_id])
 def test_keys_and_organisations(check: Any) -> None:
     assert check(None) is None

@@ -18,8 +18,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
-            if not sample.name.endswith("_created"):
-                found[sample.name, tuple(sample.labels.values())] = sample.value
+            found[sample.name, tuple(sample.labels.values())] = sample.value
     return found
 
 
@@ -55,6 +54,17 @@ def test_everything_that_is_reported_is_rendered() -> None:
     }
     assert {key: found.get(key) for key in expected} == expected
     assert found["runlane_claim_lag_seconds_sum", ()] == pytest.approx(0.006)
+
+
+def test_counters_come_without_the_time_of_their_making() -> None:
+    metrics = Metrics()
+    metrics.claimed("audit")
+    assert b"runlane_runs_claimed_total" in metrics.render()
+    assert b"_created" not in metrics.render()
+    # Only ours: the library's own switch is one for the whole process.
+    other = prometheus_client.CollectorRegistry()
+    prometheus_client.Counter("other", "", registry=other)
+    assert b"other_created" in prometheus_client.generate_latest(other)
 
 
 def test_a_fresh_host_renders_and_says_that_nothing_was_counted() -> None:

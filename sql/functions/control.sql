@@ -36,21 +36,23 @@ BEGIN
            FOR NO KEY UPDATE OF r SKIP LOCKED
     ), ended AS (
         UPDATE runs r
-           SET status = 'cancelled', due_at = 'infinity', finished_at = v_now, lease_expires_at = NULL,
+           SET status = 'cancelled', due_at = 'infinity', lease_expires_at = NULL,
+               -- A claim may have begun after this call did and still have committed before the row was locked.
+               finished_at = greatest(v_now, r.attempt_at),
                wait_kind = NULL, wait_key = NULL, wait_until = NULL,
                terminal_seq = r.last_seq + 1, last_seq = r.last_seq + 1,
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
           FROM free i
          WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.finished_at IS NULL
-        RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, i.was, i.request,
-                  i.reason, i.by
+        RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.finished_at, r.last_seq, i.was,
+                  i.request, i.reason, i.by
     ), tried AS (
         INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
-        SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, 'cancelled'
+        SELECT run_id, attempt, lease_token, lease_owner, attempt_at, finished_at, 'cancelled'
           FROM ended WHERE was = 'running'
     ), told AS (
         INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
-        SELECT run_id, 0, last_seq, 'run.cancelled', v_now,
+        SELECT run_id, 0, last_seq, 'run.cancelled', finished_at,
                jsonb_build_object('request_id', request, 'reason', reason, 'by', by)
           FROM ended
     ), unmarked AS (

@@ -101,9 +101,19 @@ async def test_a_play_is_submitted_by_name_and_its_input_is_structured(hosts: Ho
         assert await by_json.result(timeout=10) == {"item": "pear", "count": 3}
 
 
-async def test_an_input_that_does_not_fit_the_plays_type_fails_its_run(hosts: Hosts) -> None:
+async def test_an_input_that_does_not_fit_the_plays_type_is_refused_where_the_play_is_known(
+    hosts: Hosts,
+) -> None:
     async with hosts.open(typed) as rt:
-        handle = await rt.submit("typed", {"item": "pear"})
+        for known in (typed, "typed"):
+            with pytest.raises(PayloadRefused, match="count"):
+                await rt.submit(known, {"item": "pear"})
+        assert await rt.runs() == []
+
+
+async def test_an_input_that_does_not_fit_the_plays_type_fails_its_run_elsewhere(hosts: Hosts) -> None:
+    async with hosts.open(typed), hosts.open() as client:
+        handle = await client.submit("typed", {"item": "pear"})
         with pytest.raises(RunFailed, match="count"):
             await handle.result(timeout=10)
 
@@ -618,8 +628,8 @@ async def test_an_input_in_the_database_that_no_longer_parses_fails_that_run_onl
     async def strict(_: Context, order: Order) -> str:
         return order.item
 
-    async with hosts.open(strict, echo) as rt:
-        bad = await rt.submit("typed", ["not", "an", "order"])
+    async with hosts.open(strict, echo) as rt, hosts.open() as client:
+        bad = await client.submit("typed", ["not", "an", "order"])
         good = await rt.submit_many([(echo, number) for number in range(99)])
         with pytest.raises(RunFailed):
             await bad.result(timeout=10)
