@@ -23,8 +23,11 @@ class Outcome:
     reason: str | None = None
 
 
-Deliver = Callable[[Sequence[Prefix]], Awaitable[Sequence[Outcome]]]
-"""Hands prefixes of different lanes to the ledger; one outcome each. Bounded in time; raises nothing of a ledger's."""
+Tell = Callable[[Sequence[tuple[Prefix, Outcome]]], None]
+"""Told what became of prefixes, each once, as soon as it is known."""
+
+Deliver = Callable[[Sequence[Prefix], Tell], Awaitable[None]]
+"""Hands prefixes of different lanes to the ledger. Bounded in time; raises nothing of a ledger's."""
 
 Observe = Callable[[Sequence[str], Sequence[float]], None]
 """Told type and lag in seconds of facts that were acknowledged."""

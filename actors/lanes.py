@@ -72,46 +72,59 @@ class LaneActor:
                 self._finished.set()
 
     async def _carry(self, session: Session, turn: Turn) -> None:
-        """Deliver and go on with the successors until nothing is pending."""
-        leased_at = turn.claimed_at
-        sent = False
+        """Deliver and go on with the successors until nothing is pending; no lane of a turn waits for another."""
+        sent: set[str] = set()
+        told: list[tuple[Prefix, Outcome]] = []
+        wake = WakeFlag()
+
+        def tell(outcomes: Sequence[tuple[Prefix, Outcome]]) -> None:
+            told.extend(outcomes)
+            wake.set()
+
         try:
-            while turn.prefixes:
-                sent = False
-                turn.prefixes = await self._renewed(session, turn, leased_at)
-                sent = True  # and so it stays until the outcomes are in the database
-                outcomes = await self._deliver(turn.prefixes)
-                leased_at = trio.current_time()
-                turn.prefixes = await self._conclude(session, turn, outcomes)
+            turn.prefixes = await self._renewed(session, turn)
+            async with trio.open_nursery() as nursery:
+                fresh = turn.prefixes
+                while turn.prefixes:
+                    if fresh:
+                        sent.update(prefix.run_id for prefix in fresh)
+                        nursery.start_soon(self._deliver, fresh, tell)
+                    await wake.wait()
+                    concluded = told[:]
+                    told.clear()
+                    fresh = await self._conclude(session, turn.lane, concluded)
+                    over = {prefix.run_id for prefix, _ in concluded}
+                    turn.prefixes = [prefix for prefix in turn.prefixes if prefix.run_id not in over] + fresh
         except BaseException as exc:
             # Deliveries go side by side: a cancellation arrives as a group of them.
             if any(isinstance(leaf, trio.Cancelled) for leaf in leaves(exc)):
                 with bounded_cleanup(self._release_budget_s):
                     back = [
-                        HandBack(prefix.run_id, prefix.token, unsent=not sent) for prefix in turn.prefixes
+                        HandBack(prefix.run_id, prefix.token, unsent=prefix.run_id not in sent)
+                        for prefix in turn.prefixes
                     ]
                     await self._hand_all_back(session, turn.lane, back)
             raise
 
-    async def _renewed(self, session: Session, turn: Turn, leased_at: float) -> list[Prefix]:
-        """Renew only if the lease left would not cover a request; what was lost meanwhile is dropped uncharged."""
-        if leased_at + self._lease_s - trio.current_time() > self._delivery_timeout_s * 1.1:
+    async def _renewed(self, session: Session, turn: Turn) -> list[Prefix]:
+        """Renew only if the lease left would not cover a request; what was lost meanwhile is dropped uncharged.
+
+        A successor's lease is as old as the acknowledgement that claimed it, so it always covers the next request.
+        """
+        if turn.claimed_at + self._lease_s - trio.current_time() > self._delivery_timeout_s * 1.1:
             return turn.prefixes
         answers = await door.renew(session, turn.lane, turn.prefixes, lease_s=self._lease_s)
         return [prefix for prefix, answer in zip(turn.prefixes, answers, strict=True) if answer == "renewed"]
 
-    async def _conclude(self, session: Session, turn: Turn, outcomes: Sequence[Outcome]) -> list[Prefix]:
+    async def _conclude(
+        self, session: Session, lane: Lane, told: Sequence[tuple[Prefix, Outcome]]
+    ) -> list[Prefix]:
         """Acknowledge what was delivered, hand back the rest; the successors under the same leases."""
-        delivered: list[Prefix] = []
-        back: list[HandBack] = []
-        for prefix, outcome in zip(turn.prefixes, outcomes, strict=True):
-            if outcome.kind == "delivered":
-                delivered.append(prefix)
-            else:
-                back.append(self._hand_back(prefix, outcome))
+        delivered = [prefix for prefix, outcome in told if outcome.kind == "delivered"]
+        back = [self._hand_back(prefix, outcome) for prefix, outcome in told if outcome.kind != "delivered"]
         if back:
-            await self._hand_all_back(session, turn.lane, back)
-        return await self._acknowledge(session, turn.lane, delivered) if delivered else []
+            await self._hand_all_back(session, lane, back)
+        return await self._acknowledge(session, lane, delivered) if delivered else []
 
     async def _acknowledge(self, session: Session, lane: Lane, delivered: list[Prefix]) -> list[Prefix]:
         successors: list[Prefix] = []

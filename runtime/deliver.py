@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import trio
 
-from actors.delivery import Outcome
+from actors.delivery import Outcome, Tell
 from runtime.ledger import AppendOutcome, Ledger, LedgerRejected, LedgerRetry, takes_batches
 from sql.lanes import Prefix
 from sql.types import Delivery, Fact
@@ -51,28 +51,25 @@ class Deliveries:
         self._ledger = ledger
         self._timeout_s = timeout_s
 
-    async def __call__(self, prefixes: Sequence[Prefix]) -> Sequence[Outcome]:
-        """One outcome per prefix, in order."""
-        outcomes: list[Outcome] = [_DELIVERED] * len(prefixes)
-        deliveries: dict[int, Delivery] = {}
-        for index, prefix in enumerate(prefixes):
+    async def __call__(self, prefixes: Sequence[Prefix], tell: Tell) -> None:
+        """Tell the outcome of each prefix: of all together from a batch, else of each as soon as it is there."""
+        deliveries: list[tuple[Prefix, Delivery]] = []
+        for prefix in prefixes:
             try:
-                deliveries[index] = delivery_of(prefix)
+                deliveries.append((prefix, delivery_of(prefix)))
             except (ValueError, RecursionError) as exc:
-                outcomes[index] = Outcome("rejected", reason=f"a fact cannot be decoded: {exc}"[:2000])
+                tell([(prefix, Outcome("rejected", reason=f"a fact cannot be decoded: {exc}"[:2000]))])
 
-        async def one(index: int, delivery: Delivery) -> None:
-            outcomes[index] = await self._one(delivery)
+        async def one(prefix: Prefix, delivery: Delivery) -> None:
+            tell([(prefix, await self._one(delivery))])
 
-        if takes_batches(self._ledger):
-            answers = await self._many(list(deliveries.values())) if deliveries else []
-            for index, answer in zip(deliveries, answers, strict=True):
-                outcomes[index] = answer
-        else:
+        if not takes_batches(self._ledger):
             async with trio.open_nursery() as nursery:
-                for index, delivery in deliveries.items():
-                    nursery.start_soon(one, index, delivery)
-        return outcomes
+                for prefix, delivery in deliveries:
+                    nursery.start_soon(one, prefix, delivery)
+        elif deliveries:
+            answers = await self._many([delivery for _, delivery in deliveries])
+            tell([(prefix, answer) for (prefix, _), answer in zip(deliveries, answers, strict=True)])
 
     async def _one(self, delivery: Delivery) -> Outcome:
         try:

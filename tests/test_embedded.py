@@ -335,9 +335,7 @@ class TestAsRoot:
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         assert list(folder.iterdir()) == []
 
-    def test_closed_binaries_stay_closed_and_a_copy_runs(
-        self, tmp_path: Path, system_folder: Path
-    ) -> None:
+    def test_closed_binaries_stay_closed_and_a_copy_runs(self, tmp_path: Path, system_folder: Path) -> None:
         found = _embedded_system.find_binaries(Path("/nonexistent"))
         site = tmp_path / "closed" / "site-packages"
         site.mkdir(parents=True)

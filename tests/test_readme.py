@@ -42,6 +42,13 @@ def test_verbs_exist(verb: str) -> None:
 
 
 def test_errors_and_ledgers_that_it_names_are_public() -> None:
-    for name in ("RunFailed", "RunCancelled", "ResultTimeout", "IdempotencyConflict", "OutcomeUnknown", "HostFailed"):
+    for name in (
+        "RunFailed",
+        "RunCancelled",
+        "ResultTimeout",
+        "IdempotencyConflict",
+        "OutcomeUnknown",
+        "HostFailed",
+    ):
         assert name in README
         assert name in runtime.__all__

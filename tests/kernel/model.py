@@ -84,6 +84,7 @@ class LaneModel:
         if not self.held_by(token):
             return "lost"
         self.expires = max(self.expires or now, now + lease)
+        self.due = max(self.due, now + lease)
         return "renewed"
 
     def deliver(self, now: float, prefix: int) -> None:
