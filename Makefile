@@ -11,7 +11,9 @@ PG15_BIN ?= /usr/lib/postgresql/15/bin
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
+# Most tests wait for something: three at once, by file, keep two cores busy.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+JOBS ?= 3
 SOURCES := sql actors runtime bench tests
 
 .DEFAULT_GOAL := help

@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from actors.attempts import Attempts, Start
-from actors.core import Backoff, EndOfMailbox, Life, Mailbox, Reply, commit_in_groups
+from actors.core import Backoff, EndOfMailbox, Life, Mailbox, Portion, Reply, commit_in_groups
 from actors.hints import Hints
 from sql import admission as door
 from sql.claim import Claimed
@@ -79,6 +79,7 @@ class Admit:
         self._environment = environment
         self._hosted = hosted
         self._caught_up = caught_up
+        self._portion = Portion(_BATCH)
 
     async def run(self, life: Life) -> None:
         """Admit until the mailbox ends."""
@@ -126,17 +127,19 @@ class Admit:
             now = trio.current_time()
             for place in group:
                 place.message.asked_at = place.message.asked_at or now
-            answers = await door.admit(
-                session,
-                [place.item for place in group],
-                owner=self._owner,
-                lease_s=self._lease_s,
-                release_id=self._release_id,
-                environment=self._environment,
-            )
+            with self._portion.adapt():
+                answers = await door.admit(
+                    session,
+                    [place.item for place in group],
+                    owner=self._owner,
+                    lease_s=self._lease_s,
+                    release_id=self._release_id,
+                    environment=self._environment,
+                )
             claims: dict[float, list[Claimed]] = defaultdict(list)
             for place, answer in zip(group, answers, strict=True):
                 if answer.outcome == "busy":
+                    place.item.claim = False  # not in: it may come in any way the next time
                     busy.append(place)
                     continue
                 if answer.claimed:
@@ -151,8 +154,11 @@ class Admit:
             place.message.reply.set_error(fault)
 
         try:
-            for start in range(0, len(places), _BATCH):
-                await commit_in_groups(places[start : start + _BATCH], commit, fail=refuse)
+            rest = list(places)
+            while rest:
+                most = self._portion.most
+                await commit_in_groups(rest[:most], commit, fail=refuse)
+                rest = rest[most:]
         finally:
             self._attempts.reserved -= reserved
             if reserved > started:
@@ -202,7 +208,7 @@ class Admit:
         if left:
             self._hints.lanes.set()
             self._hints.runs.set()
-            if self._attempts.free <= 0 or not all(self._hosted(item.play) for item in left):
+            if len(left) > self._attempts.free or not all(self._hosted(item.play) for item in left):
                 self._hints.elsewhere("runs")
 
 

@@ -113,9 +113,11 @@ class Attempt:
         self.waiting.clear()
         return self.unstored
 
-    def mark_stored(self) -> None:
-        """Everything numbered is in the database, or its fence is gone."""
-        self.unstored = []
+    def mark_stored(self, count: int | None = None) -> None:
+        """The first ``count`` numbered ones (None: all) are in the database, or their fence is gone."""
+        self.unstored = [] if count is None else self.unstored[count:]
+        if self.unstored:
+            return
         if not self.waiting and self.stored is not None:
             self.stored.set()
             self.stored = None
@@ -167,6 +169,11 @@ class Attempts:
 
     def add(self, claimed: Claimed, sent_at: float) -> Attempt:
         """A claim arrived. ``sent_at``: trio time when it was asked for."""
+        older = self._by_run.get(claimed.run_id)
+        if older is not None:
+            self.lose(
+                older, Why.LOST
+            )  # its lease ended in the database, or the run could not be claimed again
         attempt = Attempt(claimed, sent_at + self.lease_s, sent_at)
         self._by_run[claimed.run_id] = attempt
         self._used += 1

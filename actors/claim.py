@@ -12,7 +12,7 @@ from datetime import datetime
 import trio
 
 from actors.attempts import Attempts, Start
-from actors.core import Backoff, Life
+from actors.core import Backoff, Life, Portion
 from actors.hints import Hints
 from sql import claim as door
 from sql.calls import new_token
@@ -56,6 +56,7 @@ class Claim:
         self._low_water: datetime | None = None
         self._front_at = -math.inf
         self._empty_handed = Backoff(first_s=0.005, max_s=1.0)
+        self._portion = Portion(_BATCH)
 
     async def run(self, life: Life) -> None:
         """Claim until asked to stop."""
@@ -80,7 +81,7 @@ class Claim:
 
     async def _claim(self, session: Session) -> float | None:
         """One claim; the trio time of the next, None for when somebody says so."""
-        limit = min(self._attempts.free, _BATCH)
+        limit = min(self._attempts.free, self._portion.most)
         self._turn += 1
         self._sent_at = trio.current_time()
         if self._low_water is None or self._sent_at >= self._front_at + _FRONT_EVERY_S:
@@ -90,16 +91,17 @@ class Claim:
         # What this claim asks for is taken until the answer is here: admission fills other slots meanwhile.
         self._attempts.reserved += limit
         try:
-            claims, next_due_s = await door.claim(
-                session,
-                self._buckets,
-                owner=self._owner,
-                token=self._asked,
-                limit=limit,
-                lease_s=self._lease_s,
-                oldest=self._turn % _OLDEST_EVERY == 0,
-                low_water=self._low_water,
-            )
+            with self._portion.adapt():
+                claims, next_due_s = await door.claim(
+                    session,
+                    self._buckets,
+                    owner=self._owner,
+                    token=self._asked,
+                    limit=limit,
+                    lease_s=self._lease_s,
+                    oldest=self._turn % _OLDEST_EVERY == 0,
+                    low_water=self._low_water,
+                )
         finally:
             self._attempts.reserved -= limit
         self._asked = None

@@ -35,7 +35,7 @@ class CancelRequest:
 
 
 class Control:
-    """Requests arrive in ``mailbox``, whose wake flag is the hint ``control``."""
+    """Requests arrive in ``mailbox``; the hint ``control`` says that some are recorded in the database."""
 
     def __init__(
         self,
@@ -59,18 +59,19 @@ class Control:
             life.ready()
             sweep_at: float | None = None
             while True:
-                await self._hints.control.wait(sweep_at)
+                await self._mailbox.wake.wait(sweep_at)
                 life.beat()
                 requests = self._mailbox.take_nowait(_BATCH)
-                if requests:
-                    await commit_in_groups(
-                        requests, lambda items: self._cancel(session, items), fail=self._refuse
-                    )
-                    if len(self._mailbox):
-                        self._hints.control.set()
-                    continue
-                if self._mailbox.closed:
+                await commit_in_groups(
+                    requests, lambda items: self._cancel(session, items), fail=self._refuse
+                )
+                if len(self._mailbox):
+                    self._mailbox.wake.set()
+                elif self._mailbox.closed:
                     return
+                due = sweep_at is not None and trio.current_time() >= sweep_at
+                if not (self._hints.control.clear() or due):
+                    continue
                 cancelled, remaining = await door.sweep(session, limit=_BATCH)
                 if cancelled:
                     self._tell()
@@ -101,9 +102,10 @@ class Control:
             self._hints.elsewhere("control")
         elif answer.answer == "cancelled":
             attempt = self._attempts.get(request.item.run_id)
-            if attempt is not None and answer.owner == self._owner:
+            if attempt is not None:
                 self._attempts.lose(attempt, Why.CANCELLED)
-            elif answer.owner is not None:
+            elif answer.owner != self._owner:
+                # Also when it is not known whose attempt that was, because the first answer was lost.
                 self._hints.elsewhere("control")
             self._hints.everywhere(["terminals"])
             self._hints.lanes.set()

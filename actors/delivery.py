@@ -35,8 +35,13 @@ Observe = Callable[[Sequence[str], Sequence[float]], None]
 
 @attrs.define(slots=True, eq=False)
 class Turn:
-    """Lanes of one kind that were claimed together. ``claimed_at``: trio time before the claim was sent."""
+    """Lanes of one kind that were claimed together.
+
+    ``claimed_at``: trio time before the claim was sent. ``sent``: runs whose prefix may have reached the ledger, kept
+    across lives of the lane actor.
+    """
 
     lane: Lane
     prefixes: list[Prefix]
     claimed_at: float
+    sent: set[str] = attrs.field(factory=set)

@@ -79,6 +79,7 @@ class Executors:
                     await self._all_ended()
                 except trio.Cancelled:
                     self._close()
+                    self._stop_all()
                     with bounded_cleanup(self._cleanup_s):
                         await self._all_ended()
                     for attempt in self._attempts:
@@ -98,12 +99,13 @@ class Executors:
             self._idle = trio.Event()
             await self._idle.wait()
 
-    def stop_all(self, why: Why) -> None:
-        """Cancel every play that still runs."""
+    def _stop_all(self) -> None:
         for attempt in self._attempts:
             if attempt.holds_slot:
-                attempt.stop(why)
+                attempt.stop(Why.SHUTDOWN)
 
+    # A Ctrl-C that lands in a play would end one attempt and leave the others' leases: the main task gets it.
+    @trio.lowlevel.enable_ki_protection
     async def _run(self, attempt: Attempt) -> None:
         self.started.hit(attempt)
         settled = False

@@ -12,16 +12,26 @@ from collections.abc import Sequence
 import trio
 
 from actors.attempts import Attempt, Attempts, Why
-from actors.core import Backoff, EndOfMailbox, Life, Mailbox, WakeFlag, commit_in_groups
+from actors.core import (
+    PASSING_FAULTS,
+    Backoff,
+    EndOfMailbox,
+    Life,
+    Mailbox,
+    Portion,
+    WakeFlag,
+    commit_in_groups,
+)
 from actors.hints import Hints
 from sql import facts as door
 from sql.connection import Session, SessionOptions
-from sql.errors import Deadlock, ItemFault, LockTimedOut, SerializationLost
+from sql.errors import ItemFault
 from sql.types import Lane
 
 log = logging.getLogger("runlane.facts")
 
 _BATCH = 500
+_MOST_SAYINGS = 5_000
 
 
 class Facts:
@@ -43,6 +53,7 @@ class Facts:
         self._hints = hints
         self._flush_s = flush_s
         self._locked = Backoff(first_s=0.002, max_s=0.25)
+        self._portion = Portion(_MOST_SAYINGS)
 
     async def run(self, life: Life) -> None:
         """Store what is said until the mailbox ends."""
@@ -68,25 +79,38 @@ class Facts:
         return first + self._mailbox.take_nowait(_BATCH)
 
     async def _store(self, session: Session, batch: Sequence[Attempt]) -> list[Attempt]:
-        """Store what these attempts have said; those whose row is locked are returned."""
+        """Store what these attempts have said; those whose row is locked, or that have more to say, are returned."""
         busy: list[Attempt] = []
         told_to: set[int] = set()
 
         async def commit(items: Sequence[Attempt]) -> None:
-            sayings = [saying for attempt in items for saying in attempt.number()]
-            told_to.update(saying.lane for saying in sayings)
-            answers = iter(await door.append(session, sayings) if sayings else [])
+            room = self._portion.most
+            parts = []
             for attempt in items:
-                told = [next(answers) for _ in attempt.unstored]
-                if "busy" in told:
+                part = attempt.number()[:room]
+                room -= len(part)
+                parts.append(part)
+            sayings = [saying for part in parts for saying in part]
+            told_to.update(saying.lane for saying in sayings)
+            with self._portion.adapt():
+                answers = iter(await door.append(session, sayings) if sayings else [])
+            for attempt, part in zip(items, parts, strict=True):
+                told = [next(answers) for _ in part]
+                if "lost" in told:
+                    self._stored(attempt)
+                    if self._attempts.get(attempt.run_id) is attempt:
+                        self._attempts.lose(attempt, Why.LOST)
+                elif "busy" in told:
                     busy.append(attempt)
-                    continue
-                self._stored(attempt)
-                if "lost" in told and self._attempts.get(attempt.run_id) is attempt:
-                    self._attempts.lose(attempt, Why.LOST)
+                elif len(part) < len(attempt.unstored):
+                    attempt.mark_stored(len(part))
+                    self._locked.reset()
+                    busy.append(attempt)
+                else:
+                    self._stored(attempt)
 
         def refuse(attempt: Attempt, fault: ItemFault) -> None:
-            if isinstance(fault, (LockTimedOut, Deadlock, SerializationLost)):
+            if isinstance(fault, PASSING_FAULTS):
                 busy.append(attempt)
                 return
             log.error("event=unstorable_facts run=%s error=%r", attempt.run_id, str(fault))

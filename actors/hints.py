@@ -36,7 +36,9 @@ class Hints:
         self.wake_watch = WakeFlag()
         self.terminals = WakeFlag(forward=self.wake_watch)
 
-        self.control = WakeFlag()
+        self.wake_control = WakeFlag()
+        self.control = WakeFlag(forward=self.wake_control)  # a cancellation is recorded
+
         self.timers = WakeFlag()
         self.to_send = WakeFlag()
         self._outgoing: set[str] = set()

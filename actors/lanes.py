@@ -13,6 +13,7 @@ import trio
 
 from actors.core import Backoff, EndOfMailbox, Life, Mailbox, WakeFlag, bounded_cleanup, leaves
 from actors.delivery import Deliver, Observe, Outcome, Turn
+from actors.hints import Hints
 from sql import lanes as door
 from sql.connection import Session, SessionOptions
 from sql.lanes import HandBack, Prefix
@@ -26,13 +27,13 @@ _BACKOFF_S = (1.0, 300.0)
 
 
 class LaneActor:
-    """Turns arrive in ``mailbox``; ``finished`` is set after each."""
+    """Turns arrive in ``mailbox``; after each, the outbox is told to look at that lane again."""
 
     def __init__(
         self,
         options: SessionOptions,
         mailbox: Mailbox[Turn],
-        finished: WakeFlag,
+        hints: Hints,
         deliver: Deliver,
         *,
         prefix: int,
@@ -43,18 +44,13 @@ class LaneActor:
     ) -> None:
         self._options = options
         self._mailbox = mailbox
-        self._finished = finished
+        self._hints = hints
         self._deliver = deliver
         self._prefix = prefix
         self._lease_s = lease_s
         self._delivery_timeout_s = delivery_timeout_s
         self._release_budget_s = release_budget_s
         self._observe = observe
-
-    @property
-    def idle(self) -> bool:
-        """Whether it would start a turn at once."""
-        return not len(self._mailbox) and not self._mailbox.in_flight
 
     async def run(self, life: Life) -> None:
         """Carry turns until the mailbox ends."""
@@ -68,14 +64,14 @@ class LaneActor:
                 life.beat()
                 for turn in turns:
                     await self._carry(session, turn)
-                self._mailbox.done(turns)
-                self._finished.set()
+                    self._mailbox.done([turn])
+                    (self._hints.lanes if turn.lane is Lane.LIFECYCLE else self._hints.logs).set()
 
     async def _carry(self, session: Session, turn: Turn) -> None:
         """Deliver and go on with the successors until nothing is pending; no lane of a turn waits for another."""
-        sent: set[str] = set()
         told: list[tuple[Prefix, Outcome]] = []
         wake = WakeFlag()
+        locked = Backoff(first_s=0.002, max_s=0.25)
 
         def tell(outcomes: Sequence[tuple[Prefix, Outcome]]) -> None:
             told.extend(outcomes)
@@ -84,23 +80,29 @@ class LaneActor:
         try:
             turn.prefixes = await self._renewed(session, turn)
             async with trio.open_nursery() as nursery:
-                fresh = turn.prefixes
+                fresh, busy = turn.prefixes, False
                 while turn.prefixes:
                     if fresh:
-                        sent.update(prefix.run_id for prefix in fresh)
+                        turn.sent.update(prefix.run_id for prefix in fresh)
                         nursery.start_soon(self._deliver, fresh, tell)
-                    await wake.wait()
+                    await wake.wait(trio.current_time() + locked.next() if busy else None)
                     concluded = told[:]
                     told.clear()
-                    fresh = await self._conclude(session, turn.lane, concluded)
-                    over = {prefix.run_id for prefix, _ in concluded}
+                    fresh, unsure = await self._conclude(session, turn.lane, concluded)
+                    busy = bool(unsure)
+                    told.extend(unsure)  # their rows are locked: asked again in a moment
+                    over = {prefix.run_id for prefix, _ in concluded} - {
+                        prefix.run_id for prefix, _ in unsure
+                    }
                     turn.prefixes = [prefix for prefix in turn.prefixes if prefix.run_id not in over] + fresh
+                    if not busy:
+                        locked.reset()
         except BaseException as exc:
             # Deliveries go side by side: a cancellation arrives as a group of them.
             if any(isinstance(leaf, trio.Cancelled) for leaf in leaves(exc)):
                 with bounded_cleanup(self._release_budget_s):
                     back = [
-                        HandBack(prefix.run_id, prefix.token, unsent=prefix.run_id not in sent)
+                        HandBack(prefix.run_id, prefix.token, unsent=prefix.run_id not in turn.sent)
                         for prefix in turn.prefixes
                     ]
                     await self._hand_all_back(session, turn.lane, back)
@@ -109,7 +111,7 @@ class LaneActor:
     async def _renewed(self, session: Session, turn: Turn) -> list[Prefix]:
         """Renew only if the lease left would not cover a request; what was lost meanwhile is dropped uncharged.
 
-        A successor's lease is as old as the acknowledgement that claimed it, so it always covers the next request.
+        A successor is delivered as soon as the acknowledgement that claimed it is back, so its lease covers that.
         """
         if turn.claimed_at + self._lease_s - trio.current_time() > self._delivery_timeout_s * 1.1:
             return turn.prefixes
@@ -118,36 +120,33 @@ class LaneActor:
 
     async def _conclude(
         self, session: Session, lane: Lane, told: Sequence[tuple[Prefix, Outcome]]
-    ) -> list[Prefix]:
-        """Acknowledge what was delivered, hand back the rest; the successors under the same leases."""
-        delivered = [prefix for prefix, outcome in told if outcome.kind == "delivered"]
+    ) -> tuple[list[Prefix], list[tuple[Prefix, Outcome]]]:
+        """Acknowledge what was delivered, hand back the rest.
+
+        Returns the successors, under the same leases, and what has to be concluded again because its row is locked.
+        """
+        delivered = [(prefix, outcome) for prefix, outcome in told if outcome.kind == "delivered"]
         back = [self._hand_back(prefix, outcome) for prefix, outcome in told if outcome.kind != "delivered"]
         if back:
             await self._hand_all_back(session, lane, back)
-        return await self._acknowledge(session, lane, delivered) if delivered else []
-
-    async def _acknowledge(self, session: Session, lane: Lane, delivered: list[Prefix]) -> list[Prefix]:
+        if not delivered:
+            return [], []
         successors: list[Prefix] = []
-        backoff = Backoff(first_s=0.002, max_s=0.25)
-        while delivered:
-            answers = await door.acknowledge(
-                session, lane, delivered, prefix=self._prefix, lease_s=self._lease_s
-            )
-            busy: list[Prefix] = []
-            for prefix, answer in zip(delivered, answers, strict=True):
-                if answer.answer == "busy":
-                    busy.append(prefix)
-                    continue
-                if answer.answer == "lost":
-                    log.warning("event=lane_lost run=%s lane=%s", prefix.run_id, lane.label)
-                if answer.successor is not None:
-                    successors.append(answer.successor)
-                if answer.lags:
-                    self._observe([type_ for type_, _ in answer.lags], [lag for _, lag in answer.lags])
-            delivered = busy
-            if busy:
-                await trio.sleep(backoff.next())
-        return successors
+        busy: list[tuple[Prefix, Outcome]] = []
+        answers = await door.acknowledge(
+            session, lane, [prefix for prefix, _ in delivered], prefix=self._prefix, lease_s=self._lease_s
+        )
+        for (prefix, outcome), answer in zip(delivered, answers, strict=True):
+            if answer.answer == "busy":
+                busy.append((prefix, outcome))
+                continue
+            if answer.answer == "lost":
+                log.warning("event=lane_lost run=%s lane=%s", prefix.run_id, lane.label)
+            if answer.successor is not None:
+                successors.append(answer.successor)
+            if answer.lags:
+                self._observe([type_ for type_, _ in answer.lags], [lag for _, lag in answer.lags])
+        return successors, busy
 
     async def _hand_all_back(self, session: Session, lane: Lane, back: list[HandBack]) -> None:
         backoff = Backoff(first_s=0.002, max_s=0.25)

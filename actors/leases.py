@@ -13,7 +13,7 @@ from collections.abc import Callable
 import trio
 
 from actors.attempts import Attempt, Attempts, Why
-from actors.core import Life, Mailbox
+from actors.core import Backoff, Life, Mailbox
 from actors.hints import Hints
 from sql import claim, leases, settle
 from sql.connection import Session, SessionOptions
@@ -56,8 +56,9 @@ class Leases:
         """Renew until asked to stop."""
         async with life.session(self._options) as session:
             life.ready()
-            while not life.stopping.is_set():
-                await self._hints.wake_leases.wait(self._next_pass())
+            while True:
+                if not life.stopping.is_set():
+                    await self._hints.wake_leases.wait(self._next_pass())
                 life.beat()
                 if life.stopping.is_set():
                     await self._release_all(session)
@@ -74,12 +75,18 @@ class Leases:
 
     async def _release_all(self, session: Session) -> None:
         """Everybody else has stopped: whatever the database still believes to run here goes back now."""
-        held = await claim.held(session, owner=self._owner)
-        if held:
-            log.warning("event=released_at_stop count=%d", len(held))
+        locked = Backoff(first_s=0.005, max_s=0.25)
+        while held := await claim.held(session, owner=self._owner):
             back = [Settlement(run_id, number, token, "released") for run_id, number, token in held]
-            await settle.settle(session, back)
+            answers = await settle.settle(session, back)
+            released = sum(answer.answer == "done" for answer in answers)
+            log.warning("event=released_at_stop count=%d locked=%d", released, len(held) - released)
             self._hints.elsewhere("runs")
+            for attempt in self._attempts:
+                self._attempts.remove(attempt)
+            if released == len(held):
+                return
+            await trio.sleep(locked.next())
 
     def _next_pass(self) -> float | None:
         """When the first attempt has to be renewed; None while there is none."""

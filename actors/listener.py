@@ -91,7 +91,12 @@ class Listener:
     async def _send(self, session: Session) -> None:
         kinds = self._hints.take_outgoing()
         if kinds and self._notify:
-            await due.notify(session, kinds)
+            try:
+                await due.notify(session, kinds)
+            except BaseException:
+                for kind in kinds:
+                    self._hints.elsewhere(kind)  # the next life sends them
+                raise
 
     async def _look(self, session: Session) -> None:
         seen = await due.next_due(session, host=self._host, buckets=self._buckets, receivers=self._receivers)

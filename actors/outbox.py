@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import trio
 
-from actors.core import Backoff, Life, Mailbox
+from actors.core import Backoff, Life, Mailbox, Portion
 from actors.delivery import Observe, Turn
 from actors.hints import Hints
 from sql import lanes as door
@@ -92,7 +92,7 @@ class InDatabaseOutbox:
         self._options = options
         self._hints = hints
         self._receivers = receivers
-        self._limit = limit
+        self._portion = Portion(limit)
         self._prefix = prefix
         self._observe = observe
 
@@ -107,20 +107,21 @@ class InDatabaseOutbox:
                 life.beat()
                 paced = trio.current_time() + _PACE_S
                 taken = [await self._turn(session, schedule, lane) for lane in schedule.due()]
-                if taken and max(taken) < self._limit:
+                if taken and max(taken) < self._portion.most:
                     await trio.sleep_until(paced)
             for lane in Lane:
                 await self._turn(session, schedule, lane)
 
     async def _turn(self, session: Session, schedule: _Schedule, lane: Lane) -> int:
-        turn = await door.deliver(
-            session,
-            lane,
-            receivers=self._receivers,
-            limit=self._limit,
-            prefix=self._prefix,
-            oldest=schedule.oldest(),
-        )
+        with self._portion.adapt():
+            turn = await door.deliver(
+                session,
+                lane,
+                receivers=self._receivers,
+                limit=self._portion.most,
+                prefix=self._prefix,
+                oldest=schedule.oldest(),
+            )
         schedule.looked(lane, turn.lanes + turn.blocked, turn.next_due_s)
         if turn.lag_types:
             self._observe(turn.lag_types, turn.lags_s)
@@ -130,7 +131,7 @@ class InDatabaseOutbox:
 class Outbox:
     """For any other ledger: claims lanes in sets for whichever lane actor is idle.
 
-    ``carriers`` are the lane actors' mailboxes; each also sets the hint ``lanes`` when a turn ends.
+    ``carriers`` are the lane actors' mailboxes; each lane actor hints at its lane when a turn ends.
     """
 
     def __init__(

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from actors.attempts import Attempts
-from actors.core import Backoff, EndOfMailbox, Life, Mailbox, commit_in_groups
+from actors.attempts import Attempts, Why
+from actors.core import PASSING_FAULTS, Backoff, EndOfMailbox, Life, Mailbox, Portion, commit_in_groups
 from actors.hints import Hints
 from sql import settle as door
 from sql.connection import Session, SessionOptions
-from sql.errors import Deadlock, ItemFault, LockTimedOut, SerializationLost
+from sql.errors import ItemFault
 from sql.settle import Settlement
 
 log = logging.getLogger("runlane.settle")
@@ -48,6 +48,7 @@ class Settle:
         self._on_settled = on_settled
         self._unstorable = unstorable
         self._locked = Backoff(first_s=0.001, max_s=0.25)
+        self._portion = Portion(_BATCH)
 
     async def run(self, life: Life) -> None:
         """Settle until the mailbox ends."""
@@ -65,10 +66,10 @@ class Settle:
     async def _take(self, busy: Sequence[Settlement]) -> list[Settlement]:
         if not busy:
             self._locked.reset()
-            return await self._mailbox.take(_BATCH)
+            return await self._mailbox.take(self._portion.most)
         # Some rows were locked: ask again together with what comes, or alone after a moment.
         try:
-            return await self._mailbox.take(_BATCH, trio.current_time() + self._locked.next())
+            return await self._mailbox.take(self._portion.most, trio.current_time() + self._locked.next())
         except EndOfMailbox:
             await trio.sleep(self._locked.next())
             return []
@@ -80,7 +81,8 @@ class Settle:
 
         async def commit(items: Sequence[Settlement]) -> None:
             verb = door.park if items[0].outcome == "parked" else door.settle
-            answers = await verb(session, items)
+            with self._portion.adapt():
+                answers = await verb(session, items)
             for item, answer in zip(items, answers, strict=True):
                 if answer.answer == "busy":
                     busy.append(item)
@@ -88,13 +90,17 @@ class Settle:
                     self._answered(item, answer)
 
         def refuse(item: Settlement, fault: ItemFault) -> None:
-            if isinstance(fault, (LockTimedOut, Deadlock, SerializationLost)):
+            if isinstance(fault, PASSING_FAULTS):
                 busy.append(item)
                 return
             log.error("event=unstorable run=%s outcome=%s error=%r", item.run_id, item.outcome, str(fault))
+            if item.replaced:
+                # Not even that it could not be stored: its lease runs out, which counts against the crash cap.
+                self._answered(item, door.Settled("lost", None))
+                return
             # The same item, which stays in flight: it must be answered also if the link breaks now.
             other = self._unstorable(item, fault)
-            item.outcome, item.payload = other.outcome, other.payload
+            item.outcome, item.payload, item.replaced = other.outcome, other.payload, True
             replaced.append(item)
 
         parked = [item for item in batch if item.outcome == "parked"]
@@ -108,6 +114,8 @@ class Settle:
         self._mailbox.done([item])
         attempt = self._attempts.get(item.run_id)
         if attempt is not None and attempt.attempt == item.attempt:
+            if attempt.holds_slot:  # settled behind its back: what it still does counts for nothing
+                self._attempts.lose(attempt, Why.LOST)
             self._attempts.remove(attempt)
         if answer.answer == "lost":
             log.warning(

@@ -15,7 +15,7 @@ import trio
 from actors.core import Life, Mailbox, Reply, WakeFlag
 from sql import status
 from sql.connection import Session, SessionOptions
-from sql.errors import LinkError, RunlaneError
+from sql.errors import LinkError, RunlaneError, StatementTooSlow
 
 _BATCH = 100
 _READ = 500
@@ -25,10 +25,12 @@ _PACE_S = 0.010
 
 @attrs.define(slots=True, eq=False)
 class Query:
-    """A read: ``ask(session)`` and where its answer goes."""
+    """A read: ``ask(session)`` and where its answer goes. ``deadline`` is on the trio clock: past it nobody waits."""
 
     ask: Callable[[Session], Awaitable[Any]]
+    deadline: float
     reply: Reply[Any] = attrs.field(factory=Reply)
+    too_slow: bool = False
 
 
 class Waiters:
@@ -127,8 +129,18 @@ class Watch:
 
     async def _answer(self, session: Session, queries: Iterable[Query]) -> None:
         for query in queries:
+            if query.deadline <= trio.current_time():
+                self._mailbox.done([query])
+                continue
             try:
                 query.reply.set_result(await query.ask(session))
+            except StatementTooSlow as exc:
+                # Once it may be the link. Twice it is the read, which would hold up everybody's with every life.
+                if query.too_slow:
+                    query.reply.set_error(exc)
+                    self._mailbox.done([query])
+                query.too_slow = True
+                raise
             except LinkError:
                 raise
             except (RunlaneError, ValueError, RecursionError) as exc:

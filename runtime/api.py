@@ -360,8 +360,9 @@ class Runtime:
         request = CancelRequest(
             Cancellation(run_id, uuid.uuid4().hex, _text("reason", reason), _text("by", by))
         )
-        await self._host.cancellations.send(request)
-        answer = (await request.reply.wait(self._config.operation_timeout_s)).answer
+        deadline = trio.current_time() + self._config.operation_timeout_s
+        await composition.send_within(self._host.cancellations, request, self._config.operation_timeout_s)
+        answer = (await request.reply.wait(deadline - trio.current_time())).answer
         if answer == "missing":
             raise RunNotFound(run_id)
         return CancelOutcome(answer == "cancelled", answer.removesuffix("_before"))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import trio
 
 from actors.delivery import Outcome, Tell
+from runtime.codec import scrub
 from runtime.ledger import AppendOutcome, Ledger, LedgerRejected, LedgerRetry, takes_batches
 from sql.lanes import Prefix
 from sql.types import Delivery, Fact
@@ -21,6 +22,8 @@ from sql.types import Delivery, Fact
 log = logging.getLogger("runlane.deliver")
 
 _DELIVERED = Outcome("delivered")
+_REASON_BYTES = 2_000
+_LONGEST_RETRY_S = 86_400.0
 
 
 def delivery_of(prefix: Prefix) -> Delivery:
@@ -58,7 +61,16 @@ class Deliveries:
             try:
                 deliveries.append((prefix, delivery_of(prefix)))
             except (ValueError, RecursionError) as exc:
-                tell([(prefix, Outcome("rejected", reason=f"a fact cannot be decoded: {exc}"[:2000]))])
+                tell(
+                    [
+                        (
+                            prefix,
+                            Outcome(
+                                "rejected", reason=scrub(f"a fact cannot be decoded: {exc}", _REASON_BYTES)
+                            ),
+                        )
+                    ]
+                )
 
         async def one(prefix: Prefix, delivery: Delivery) -> None:
             tell([(prefix, await self._one(delivery))])
@@ -102,8 +114,10 @@ def _answer(answer: AppendOutcome) -> Outcome:
 
 
 def _outcome(error: Exception) -> Outcome:
+    """What an error of the user's means, in words and figures that the database takes."""
     if isinstance(error, LedgerRetry):
-        return Outcome("retry", error.after, str(error))
+        after_s = None if error.after is None else min(error.after, _LONGEST_RETRY_S)
+        return Outcome("retry", after_s, scrub(str(error), _REASON_BYTES))
     if isinstance(error, LedgerRejected):
-        return Outcome("rejected", reason=error.reason)
-    return Outcome("retry", reason=f"{type(error).__name__}: {error}"[:2000])
+        return Outcome("rejected", reason=scrub(str(error.reason), _REASON_BYTES))
+    return Outcome("retry", reason=scrub(f"{type(error).__name__}: {error}", _REASON_BYTES))

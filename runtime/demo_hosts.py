@@ -5,6 +5,7 @@ Owns the child processes and signals only those. It knows nothing of runs.
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
@@ -140,7 +141,7 @@ def _fetch(url: str) -> str | None:
     try:
         with opener.open(url, timeout=_SCRAPE_S) as answer:
             return str(answer.read().decode())
-    except (urllib.error.URLError, TimeoutError, OSError):
+    except (OSError, http.client.HTTPException):  # away, or killed in the middle of its answer
         return None
 
 

@@ -86,20 +86,32 @@ class Executor:
             if play.input_type is not None:
                 data = self._codec.structure(data, play.input_type, what="input")
             arguments.append(data)
-        running = self._in_thread(play, context, arguments) if play.is_sync else play.fn(context, *arguments)
         if play.timeout_s is None:
-            return await running
-        with trio.move_on_after(play.timeout_s) as limit:
-            return await running
+            return await (
+                self._in_thread(play, context, arguments) if play.is_sync else play.fn(context, *arguments)
+            )
+        with trio.CancelScope() as limit:
+            if play.is_sync:  # its time counts from when it has a thread
+                return await self._in_thread(play, context, arguments, limit)
+            limit.deadline = trio.current_time() + play.timeout_s
+            return await play.fn(context, *arguments)
         if limit.cancelled_caught:
             raise PlayTimedOut(f"the attempt ran longer than timeout_s={play.timeout_s:g}")
         return None
 
-    async def _in_thread(self, play: Play, context: Context, arguments: list[Any]) -> Any:
+    async def _in_thread(
+        self, play: Play, context: Context, arguments: list[Any], limit: trio.CancelScope | None = None
+    ) -> Any:
+        def begin(scope: trio.CancelScope, seconds: float) -> None:
+            scope.deadline = trio.current_time() + seconds
+
+        def in_thread() -> Any:
+            if limit is not None and play.timeout_s is not None:
+                trio.from_thread.run_sync(begin, limit, play.timeout_s)
+            return play.fn(SyncContext(context), *arguments)
+
         # Abandoned when cancelled: the thread cannot be stopped, but what it does is refused by its fence.
-        return await trio.to_thread.run_sync(
-            play.fn, SyncContext(context), *arguments, abandon_on_cancel=True, limiter=self._threads
-        )
+        return await trio.to_thread.run_sync(in_thread, abandon_on_cancel=True, limiter=self._threads)
 
     def _ending(
         self,
@@ -118,8 +130,9 @@ class Executor:
                 for wait in context.waits.values()
             ]
             return self._settlement(attempt, "parked", waits=json.dumps(waits))
-        if not ended or (attempt.why is Why.SHUTDOWN and failure is not None):
-            # Stopped by a shutdown, or by its scope's deadline because the lease could not be renewed.
+        if not ended or (failure is not None and attempt.scope.cancel_called):
+            # Stopped by a shutdown, or by its scope's deadline because the lease could not be renewed. What the play
+            # made of its cancellation is not the play's failure.
             return released(attempt)
         if failure is None:
             try:
@@ -178,8 +191,12 @@ class Executor:
         if attempt.stored is None:
             attempt.stored = trio.Event()
         self._flush()
-        with trio.move_on_at(attempt.lease_until):  # past it, its ending would be refused anyway
-            await attempt.stored.wait()
+        stored = attempt.stored
+        while not stored.is_set() and trio.current_time() < attempt.lease_until:
+            with trio.move_on_at(
+                attempt.lease_until
+            ):  # renewed meanwhile, or its ending would be refused anyway
+                await stored.wait()
 
 
 def _fault(attempt: Attempt, exc: BaseException) -> BaseException:

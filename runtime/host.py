@@ -13,9 +13,10 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+import trio
 
 from actors.admission import Admission, Admit
 from actors.attempts import Attempt, Attempts
@@ -47,11 +48,13 @@ from runtime.view import Reports, View
 from sql import admission, deployment, lanes, status
 from sql.claim import Buckets
 from sql.connection import SessionOptions, open_session
-from sql.errors import RunlaneError
+from sql.errors import OutcomeUnknown, RunlaneError
 from sql.settle import Settled, Settlement
 from sql.types import TERMINAL_STATUSES
 
 log = logging.getLogger("runlane.host")
+
+T = TypeVar("T")
 
 # Runs of one delivery turn: many where one call takes them all, few where each is a call of its own.
 _TURN_IN_DATABASE = 400
@@ -123,7 +126,7 @@ class _Composition:
         self.sayings: Mailbox[Attempt] = Mailbox("facts", sys.maxsize)
         self.admissions: Mailbox[Admission] = Mailbox("admission", _MOST_WAITING, abandon=_abandon)
         self.cancellations: Mailbox[CancelRequest] = Mailbox(
-            "control", _MOST_WAITING, wake=hints.control, abandon=_abandon
+            "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
         )
         self.queries: Mailbox[Query] = Mailbox(
             "watch", _MOST_WAITING, wake=hints.wake_watch, abandon=_abandon
@@ -247,7 +250,7 @@ class _Composition:
             lane_actor = LaneActor(
                 self.options,
                 carrier,
-                hints.wake_outbox,
+                hints,
                 deliver,
                 prefix=config.delivery_prefix,
                 lease_s=config.lane_lease_s,
@@ -386,9 +389,19 @@ def session_options(config: RuntimeConfig) -> SessionOptions:
 
 async def ask(queries: Mailbox[Query], read: Any, timeout_s: float) -> Any:
     """The answer of ``read(session)`` on the connection that reads share."""
-    query = Query(read)
-    await queries.send(query)
-    return await query.reply.wait(timeout_s)
+    query = Query(read, trio.current_time() + timeout_s)
+    await send_within(queries, query, timeout_s)
+    return await query.reply.wait(query.deadline - trio.current_time())
+
+
+async def send_within(mailbox: Mailbox[T], item: T, timeout_s: float) -> None:
+    """Hand over, or raise ``OutcomeUnknown`` when the mailbox is full for that long: the item was not handed over."""
+    with trio.move_on_after(timeout_s) as limit:
+        await mailbox.send(item)
+    if limit.cancelled_caught:
+        raise OutcomeUnknown(
+            f"{mailbox.name}: overloaded, or the database is away: not handed over in {timeout_s:g} s"
+        )
 
 
 # --- parts -----------------------------------------------------------------------------------------------

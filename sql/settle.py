@@ -32,6 +32,8 @@ class Settlement:
     waits: str = "[]"
     play: str = ""
     """For the host's own metrics; the database has it."""
+    replaced: bool = False
+    """It stands for an ending that the database refused."""
 
 
 @attrs.define(slots=True)

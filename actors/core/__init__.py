@@ -7,7 +7,7 @@ heard of runs, facts or lanes.
 from __future__ import annotations
 
 from actors.core.backoff import Backoff
-from actors.core.batch import commit_in_groups
+from actors.core.batch import PASSING_FAULTS, Portion, commit_in_groups
 from actors.core.budget import Budget, check_nested
 from actors.core.cleanup import bounded_cleanup
 from actors.core.groups import hidden_by, leaves, only
@@ -18,6 +18,7 @@ from actors.core.supervisor import Actor, ActorEnded, ChildSpec, EscalatedActor,
 from actors.core.wake import WakeFlag
 
 __all__ = [
+    "PASSING_FAULTS",
     "Actor",
     "ActorEnded",
     "ActorHealth",
@@ -28,6 +29,7 @@ __all__ = [
     "EscalatedActor",
     "Life",
     "Mailbox",
+    "Portion",
     "Probe",
     "Reply",
     "Supervisor",

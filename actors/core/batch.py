@@ -6,19 +6,42 @@ retries a lost link, which is the next life's work.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 import trio
 
-from sql.errors import Deadlock, ItemFault, SerializationLost
+from sql.errors import Deadlock, ItemFault, LockTimedOut, SerializationLost, StatementTooSlow
 
 T = TypeVar("T")
+
+# Faults that say nothing of the item: it goes through a little later.
+PASSING_FAULTS = (LockTimedOut, Deadlock, SerializationLost)
 
 # Two transactions met by chance: the same item may well go through at the next try.
 _CHANCE = (Deadlock, SerializationLost)
 _CHANCE_TRIES = 3
+
+
+class Portion:
+    """How much goes into one call: halved when a call was too slow for its deadline, doubled up to ``full`` when
+    calls go through. Kept across an actor's lives, so that a batch that is too heavy is not repeated for ever."""
+
+    def __init__(self, full: int) -> None:
+        self.full = full
+        self.most = full
+
+    @contextlib.contextmanager
+    def adapt(self) -> Iterator[None]:
+        """Surrounds one call."""
+        try:
+            yield
+        except StatementTooSlow:
+            self.most = max(1, self.most // 2)
+            raise
+        self.most = min(self.full, 2 * self.most)
 
 
 async def commit_in_groups(

@@ -66,7 +66,7 @@ class Reply(Generic[T]):
             if timeout_s is None:
                 await self._event.wait()
             else:
-                with trio.move_on_after(timeout_s):
+                with trio.move_on_after(max(0.0, timeout_s)):
                     await self._event.wait()
         if self._error is not None:
             raise self._error

@@ -311,6 +311,8 @@ class Supervisor:
 
     # --- one child -----------------------------------------------------------------------------------
 
+    # A Ctrl-C that lands in an actor would break the ordered stop: the main task gets it.
+    @trio.lowlevel.enable_ki_protection
     async def _keep(self, child: _Child) -> None:
         number = 0
         try:

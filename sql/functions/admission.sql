@@ -173,7 +173,7 @@ $$;
 
 -- Makes a host and its plays known. Called once per start of a host.
 CREATE OR REPLACE FUNCTION @schema@.register_host(
-    p_host bigint, p_name text, p_pid integer, p_version text, p_plays text[], p_crash_caps smallint[]
+    p_host bigint, p_name text, p_pid integer, p_version text, p_plays text[], p_crash_caps integer[]
 ) RETURNS void
 LANGUAGE plpgsql
 SET search_path = @schema@, pg_temp

@@ -18,7 +18,7 @@ CREATE OR REPLACE FUNCTION @schema@.claim_runs(
     p_owner bigint, p_token bigint, p_buckets bigint[], p_priorities smallint[], p_limit integer,
     p_lease_s double precision, p_oldest boolean, p_from timestamptz
 ) RETURNS TABLE (
-    run_id text, attempt integer, play text, input jsonb, failures smallint, receipts jsonb, org_id text,
+    run_id text, attempt integer, play text, input jsonb, failures integer, receipts jsonb, org_id text,
     labels jsonb, was_due_at timestamptz, lag_s double precision, next_due_s double precision
 )
 LANGUAGE plpgsql
@@ -134,7 +134,7 @@ BEGIN
     ELSE
         v_next := next_run_due(p_buckets, p_from);
     END IF;
-    RETURN QUERY SELECT NULL::text, NULL::integer, NULL::text, NULL::jsonb, NULL::smallint, NULL::jsonb, NULL::text,
+    RETURN QUERY SELECT NULL::text, NULL::integer, NULL::text, NULL::jsonb, NULL::integer, NULL::jsonb, NULL::text,
                         NULL::jsonb, NULL::timestamptz, NULL::double precision, seconds_until(v_next, v_now);
 END
 $$;
@@ -166,7 +166,7 @@ $$;
 -- number is bounded by the hosts' slots.
 CREATE OR REPLACE FUNCTION @schema@.read_claim(p_owner bigint, p_token bigint)
 RETURNS TABLE (
-    run_id text, attempt integer, play text, input jsonb, failures smallint, receipts jsonb, org_id text,
+    run_id text, attempt integer, play text, input jsonb, failures integer, receipts jsonb, org_id text,
     labels jsonb, was_due_at timestamptz, lag_s double precision, next_due_s double precision
 )
 LANGUAGE sql STABLE

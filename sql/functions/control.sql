@@ -88,7 +88,7 @@ $$;
 --
 --   SELECT runlane.retry_lane('01939c…');
 --
--- True if a lane was blocked.
+-- True if a lane was blocked. One delivery stays counted: the prefix has been out, and never thaws.
 CREATE OR REPLACE FUNCTION @schema@.retry_lane(p_run_id text) RETURNS boolean
 LANGUAGE plpgsql
 @seek@
@@ -98,10 +98,10 @@ DECLARE
     v_lanes  integer;
     v_others integer;
 BEGIN
-    UPDATE runs SET lane_error = NULL, lane_due_at = v_now, lane_attempts = 0
+    UPDATE runs SET lane_error = NULL, lane_due_at = v_now, lane_attempts = 1
      WHERE run_id = p_run_id AND lane_error IS NOT NULL;
     GET DIAGNOSTICS v_lanes = ROW_COUNT;
-    UPDATE lanes SET lane_error = NULL, lane_due_at = v_now, lane_attempts = 0
+    UPDATE lanes SET lane_error = NULL, lane_due_at = v_now, lane_attempts = 1
      WHERE run_id = p_run_id AND lane_error IS NOT NULL;
     GET DIAGNOSTICS v_others = ROW_COUNT;
     IF v_lanes + v_others = 0 THEN

@@ -44,7 +44,7 @@ BEGIN
                              ELSE v_now + make_interval(secs => coalesce(i.delay_s, 0)) END,
                finished_at = CASE WHEN i.terminal THEN v_now END,
                terminal_seq = CASE WHEN i.terminal THEN r.last_seq + 1 END,
-               failures = r.failures + (i.outcome IN ('failed', 'retried'))::integer::smallint,
+               failures = r.failures + (i.outcome IN ('failed', 'retried'))::integer,
                lease_expires_at = NULL,
                last_seq = r.last_seq + 1,
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END

@@ -5,7 +5,7 @@ CREATE OR REPLACE FUNCTION @schema@.read_runs(p_run_ids text[])
 RETURNS TABLE (
     run_id text, play text, status text, org_id text, priority smallint, labels jsonb, release_id text,
     created_at timestamptz, started_at timestamptz, finished_at timestamptz, due_at timestamptz, attempt integer,
-    failures smallint, crashes smallint, wait_kind text, wait_key text, wait_until timestamptz, host text,
+    failures integer, crashes integer, wait_kind text, wait_key text, wait_until timestamptz, host text,
     lease_expires_at timestamptz, last_seq integer, acked_seq integer, lane_error text
 )
 LANGUAGE sql STABLE

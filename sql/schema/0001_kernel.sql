@@ -19,8 +19,8 @@ CREATE TABLE @schema@.runs (
     last_seq          integer     NOT NULL,  -- last lifecycle fact appended
     acked_seq         integer     NOT NULL DEFAULT 0,  -- last lifecycle fact the ledger has
     lane_attempts     integer     NOT NULL DEFAULT 0,  -- deliveries begun of the prefix at the head
-    failures          smallint    NOT NULL DEFAULT 0,
-    crashes           smallint    NOT NULL DEFAULT 0,
+    failures          integer     NOT NULL DEFAULT 0,
+    crashes           integer     NOT NULL DEFAULT 0,
     priority          smallint    NOT NULL DEFAULT 0,
     lane_pending      boolean     NOT NULL GENERATED ALWAYS AS (acked_seq < last_seq) STORED,
     lane_rank         smallint    NOT NULL GENERATED ALWAYS AS (
@@ -146,7 +146,7 @@ CREATE TABLE @schema@.cancellations (
 -- Plays that some host has registered.
 CREATE TABLE @schema@.plays (
     registered_at  timestamptz NOT NULL,
-    crash_cap      smallint    NOT NULL,     -- expired leases after which a run fails
+    crash_cap      integer     NOT NULL,     -- expired leases after which a run fails
     name           text COLLATE "C" NOT NULL PRIMARY KEY
 );
 
