@@ -160,7 +160,7 @@ class Outbox:
             life.ready()
             while not life.stopping.is_set():
                 idle = self._idle()
-                if await self._hints.wake_outbox.wait(schedule.wake_at if idle else None):
+                if await self._hints.wake_outbox.wait(schedule.wake_at if idle is not None else None):
                     schedule.hinted(self._hints)
                 life.beat()
                 for lane in schedule.due():

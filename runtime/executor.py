@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,7 +131,8 @@ class Executor:
                 for wait in context.waits.values()
             ]
             return self._settlement(attempt, "parked", waits=json.dumps(waits))
-        if not ended or (failure is not None and attempt.scope.cancel_called):
+        stopped = attempt.scope.cancel_called or trio.current_effective_deadline() == -math.inf
+        if not ended or (failure is not None and stopped):
             # Stopped by a shutdown, or by its scope's deadline because the lease could not be renewed. What the play
             # made of its cancellation is not the play's failure.
             return released(attempt)

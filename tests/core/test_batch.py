@@ -8,8 +8,16 @@ import pytest
 import trio
 import trio.testing
 
-from actors.core import commit_in_groups
-from sql.errors import Deadlock, ItemFault, KernelRefused, LinkLost, LockTimedOut, SerializationLost
+from actors.core import Portion, commit_in_groups
+from sql.errors import (
+    Deadlock,
+    ItemFault,
+    KernelRefused,
+    LinkLost,
+    LockTimedOut,
+    SerializationLost,
+    StatementTooSlow,
+)
 
 
 class Database:
@@ -97,3 +105,34 @@ async def test_a_chance_that_never_comes_ends(autojump_clock: trio.testing.MockC
     assert database.stored == [2]
     assert list(database.failed) == [1]
     assert database.calls.count([1]) == 3
+
+
+def test_a_portion_halves_when_a_call_is_too_slow_and_doubles_back() -> None:
+    portion = Portion(500)
+
+    def too_slow() -> int:
+        with pytest.raises(StatementTooSlow), portion.adapt():
+            raise StatementTooSlow("no end within 5 s")
+        return portion.most
+
+    def in_time() -> int:
+        with portion.adapt():
+            pass
+        return portion.most
+
+    assert portion.most == 500
+    assert in_time() == 500
+    assert [too_slow() for _ in range(3)] == [250, 125, 62]
+    assert [in_time() for _ in range(4)] == [124, 248, 496, 500]
+    assert [too_slow() for _ in range(20)][-1] == 1
+    assert [in_time() for _ in range(20)][-1] == 500
+
+
+@pytest.mark.parametrize("error", [LinkLost("gone"), KernelRefused("no", "23514"), LockTimedOut("", "55P03")])
+def test_other_errors_leave_a_portion_as_it_is(error: Exception) -> None:
+    portion = Portion(8)
+    with pytest.raises(StatementTooSlow), portion.adapt():
+        raise StatementTooSlow("no end within 5 s")
+    with pytest.raises(type(error)), portion.adapt():
+        raise error
+    assert portion.most == 4

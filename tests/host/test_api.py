@@ -25,6 +25,7 @@ from runtime import (
     InputRefused,
     InvalidPlay,
     Lane,
+    OutcomeUnknown,
     PayloadRefused,
     ResultTimeout,
     RunCancelled,
@@ -807,6 +808,54 @@ async def test_a_schema_that_vanishes_under_a_host_makes_it_give_up(hosts: Hosts
                 while True:
                     await rt.submit(echo, 1)
                     await trio.sleep(0.1)
+
+
+@pytest.mark.parametrize("verb", ["submit", "cancel", "status"])
+async def test_a_verb_ends_within_its_time_also_when_nobody_takes_it(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """One is under way, one waits, and there is no room for the others."""
+    release = trio.Event()
+    door = {
+        "submit": "actors.admission.door.admit",
+        "cancel": "actors.control.door.cancel",
+        "status": "sql.status.read_runs",
+    }[verb]
+
+    async def stuck(*_: Any, **__: Any) -> Any:
+        await release.wait()
+        raise DatabaseUnreachable("was stuck")
+
+    outcomes: list[float] = []
+    monkeypatch.setattr("runtime.host._MOST_WAITING", 1)
+    async with hosts.open(echo, operation_timeout_s=1.0, statement_timeout_s=0.9) as rt:
+        verbs: dict[str, Callable[[], Any]] = {
+            "submit": lambda: rt.submit(echo, 1),
+            "cancel": lambda: rt.cancel("r"),
+            "status": lambda: rt.status("r"),
+        }
+
+        async def call() -> None:
+            asked_at = trio.current_time()
+            with pytest.raises(OutcomeUnknown):
+                await verbs[verb]()
+            outcomes.append(trio.current_time() - asked_at)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(door, stuck)
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(5):
+                        nursery.start_soon(call)
+            release.set()
+        assert len(outcomes) == 5
+        # A submit waits a little longer, for the actor's own answer.
+        assert 1.0 <= min(outcomes) <= max(outcomes) < (2.5 if verb == "submit" else 1.8)
+        # What it was full of is answered, and there is room again.
+        handle = await rt.submit(echo, 2)
+        assert await handle.result(timeout=10) == 2
+        assert (await rt.cancel(handle.run_id)).status == "completed"
+        assert (await rt.status(handle.run_id)).status == "completed"
 
 
 async def test_verbs_after_the_end_are_refused(hosts: Hosts) -> None:

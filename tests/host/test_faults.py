@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from actors.core import Life, WakeFlag
 from runtime import Context, HostFailed, Runtime, play
 from runtime.embedded import EmbeddedServer
-from sql import admission, claim
+from sql import admission, claim, settle
+from sql import status as status_door
 from sql.calls import new_token
+from sql.errors import StatementTooSlow
 from tests.support.callers import open_caller
 from tests.support.hosted import PLAYS, endless, naps, quick
 from tests.support.hosts import Hosts, eventually, host_process, until
@@ -661,7 +664,173 @@ async def test_a_slot_that_admission_did_not_need_is_not_forgotten(
         assert await due_soon.result(timeout=3) == 2
 
 
+async def test_a_burst_at_a_host_with_few_slots_starts_at_an_idle_one_at_once(hosts: Hosts) -> None:
+    """Not only when somebody looks at the backstop."""
+    started: list[str] = []
+    elsewhere = trio.Event()
+
+    @play("burst")
+    async def here(ctx: Context) -> None:
+        started.append("here")
+        await trio.sleep_forever()
+
+    @play("burst")
+    async def there(ctx: Context) -> None:
+        started.append("there")
+        if started.count("there") == 6:
+            elsewhere.set()
+        await trio.sleep_forever()
+
+    async with (
+        hosts.open(there, backstop_s=12.0),
+        hosts.open(here, slots=4, backstop_s=12.0) as busy,
+    ):
+        await busy.submit_many([(here, None)] * 10)
+        with trio.fail_after(2.0):
+            await elsewhere.wait()
+
+
+async def test_a_run_that_is_claimed_again_by_its_host_ends_its_older_attempt(hosts: Hosts) -> None:
+    """The database gave the lease up although this host, by its own clock, still has it."""
+    over = trio.Event()
+    go = trio.Event()
+
+    @play("twice")
+    async def twice(ctx: Context) -> int:
+        if ctx.attempt == 1:
+            try:
+                await trio.sleep_forever()
+            finally:
+                over.set()
+        await go.wait()
+        return ctx.attempt
+
+    # No renewal comes before the end of this test to find out.
+    async with hosts.open(twice, lease_s=180.0, renew_every_s=60.0) as rt:
+        handle = await rt.submit(twice)
+        await until(rt, handle.run_id, "running")
+        await hosts.ask("UPDATE @.runs SET lease_expires_at = clock_timestamp(), due_at = clock_timestamp()")
+        with trio.fail_after(10):
+            await over.wait()
+        go.set()
+        assert await handle.result(timeout=10) == 2
+        assert [attempt.outcome for attempt in await rt.attempts(handle.run_id)] == ["expired", "completed"]
+
+        async def free() -> bool:
+            return bool(rt.readiness()["slots"]["used"] == 0)
+
+        await eventually(free)
+        await hosts.check([handle.run_id])
+
+
+# --- statements that take too long --------------------------------------------------------------------------
+
+
+async def test_endings_that_are_too_heavy_for_one_statement_go_in_smaller_portions(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = settle.settle
+    sizes: list[int] = []
+    at_once = trio.Event()
+
+    async def heavy(session: Any, items: Any) -> Any:
+        sizes.append(len(items))
+        await session.execute("SELECT pg_sleep($1)", 0.05 * len(items))
+        return await original(session, items)
+
+    @play("together")
+    async def together(_: Context, data: int) -> int:
+        await at_once.wait()
+        return data
+
+    async with hosts.open(together):
+        pass
+    monkeypatch.setattr("actors.settle._BATCH", 64)
+    monkeypatch.setattr("actors.settle.door.settle", heavy)
+    async with hosts.open(together, slots=48, statement_timeout_s=1.0) as rt:
+        handles = await rt.submit_many([(together, number) for number in range(48)])
+
+        async def all_running() -> bool:
+            return await hosts.leases() == 48
+
+        await eventually(all_running)
+        at_once.set()
+        for number, handle in enumerate(handles):
+            assert await handle.result(timeout=20) == number
+        assert max(sizes) > 20  # which is too slow
+        assert rt.readiness()["actors"]["settle"]["restarts"] >= 1
+        await hosts.check([handle.run_id for handle in handles])
+
+
+async def test_a_read_that_is_too_slow_fails_alone(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = status_door.read_runs
+    asked: list[str] = []
+
+    async def read_runs(session: Any, run_ids: Any) -> Any:
+        asked.extend(run_ids)
+        if "slow" in run_ids:
+            await session.execute("SELECT pg_sleep(60)")
+        return await original(session, run_ids)
+
+    async with hosts.open(works):
+        pass
+    monkeypatch.setattr(status_door, "read_runs", read_runs)
+    async with hosts.open(works, statement_timeout_s=0.7) as rt:
+        handle = await rt.submit(works, 1, run_id="quick")
+        await handle.result(timeout=10)
+        failed: list[BaseException] = []
+
+        async def slow() -> None:
+            with pytest.raises(StatementTooSlow) as caught:
+                await rt.status("slow")
+            failed.append(caught.value)
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(slow)
+                await trio.testing.wait_all_tasks_blocked()
+                for _ in range(20):
+                    assert (await rt.status("quick")).status == "completed"
+        assert len(failed) == 1
+        assert asked.count("slow") == 2
+        await again(rt, "watch", 2)
+        assert (await rt.status("quick")).status == "completed"
+        assert rt.readiness()["actors"]["watch"]["restarts"] == 2
+
+
 # --- other people's transactions ---------------------------------------------------------------------------
+
+
+async def test_recorded_cancellations_are_carried_out_while_others_keep_coming(hosts: Hosts) -> None:
+    async with hosts.open(works, endless) as rt, open_caller(hosts.dsn, hosts.schema) as caller:
+        victim = await rt.submit(endless)
+        ended = await rt.submit(works, 1)
+        await ended.result(timeout=10)
+        await until(rt, victim.run_id, "running")
+        asked = 0
+
+        async def keep_cancelling() -> None:
+            nonlocal asked
+            while True:
+                assert (await rt.cancel(ended.run_id)).status == "completed"
+                asked += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                nursery.start_soon(keep_cancelling)
+            await caller.begin()
+            await caller.fetch(
+                f"SELECT 1 FROM {hosts.schema}.runs WHERE run_id = $1 FOR UPDATE", victim.run_id
+            )
+            await hosts.ask(f"SELECT * FROM @.cancel_run('{victim.run_id}')")
+            assert (await victim.status()).status == "running"
+            assert await hosts.value("SELECT count(*) FROM @.cancellations") == 1
+            await caller.rollback()
+            before = asked
+            await until(rt, victim.run_id, "cancelled", within_s=5.0)
+            assert asked > before
+            nursery.cancel_scope.cancel()
+        assert await hosts.value("SELECT count(*) FROM @.cancellations") == 0
 
 
 @asynccontextmanager

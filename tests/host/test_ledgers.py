@@ -311,6 +311,109 @@ async def test_a_ledger_that_hangs_holds_up_only_its_own_lane(hosts: Hosts) -> N
         assert (await stuck.status()).facts_delivered == 0
 
 
+class HostileError(Exception):
+    """Cannot even say what is wrong."""
+
+    def __str__(self) -> str:
+        return "nul \x00, surrogate \ud800"
+
+
+UNSTORABLE = "nul \x00, surrogate \ud800, " + "\U0001f600" * 5_000
+
+
+@pytest.mark.parametrize("batched", [False, True])
+async def test_a_reason_that_the_database_does_not_take_blocks_its_lane_all_the_same(
+    hosts: Hosts, batched: bool
+) -> None:
+    class Picky(MemoryLedger):
+        async def append(self, delivery: Any) -> None:
+            if delivery.facts[0].payload.get("input") == "poison":
+                raise LedgerRejected(UNSTORABLE)
+            await super().append(delivery)
+
+        async def append_many(self, deliveries: Any) -> Any:
+            poison = [one.facts[0].payload.get("input") == "poison" for one in deliveries]
+            good = [one for one, bad in zip(deliveries, poison, strict=True) if not bad]
+            outcomes = iter(await super().append_many(good))
+            return [LedgerRejected(UNSTORABLE) if bad else next(outcomes) for bad in poison]
+
+    if not batched:
+        Picky.append_many = None  # type: ignore[assignment, method-assign]
+    ledger = Picky()
+    async with hosts.open(echo, ledger=ledger) as rt:
+        bad = await rt.submit(echo, "poison")
+        await bad.result(timeout=10)
+
+        async def blocked() -> str | None:
+            return (await bad.status()).lane_blocked
+
+        reason = await eventually(blocked)
+        assert reason.startswith("nul \\x00, surrogate \\")
+        assert len(reason.encode()) < 3_000
+        good = await rt.submit(echo, "good")
+        await good.result(timeout=10)
+
+        async def whole() -> bool:
+            return (await good.status()).facts_delivered == 3
+
+        await eventually(whole)
+        assert {actor["restarts"] for actor in rt.readiness()["actors"].values()} == {0}
+
+
+@pytest.mark.parametrize("answer", [LedgerRetry(1e13), LedgerRetry(1e300)], ids=str)
+async def test_a_retry_in_a_thousand_years_is_scheduled(hosts: Hosts, answer: Any) -> None:
+    ledger = Scripted([answer])
+    async with hosts.open(echo, ledger=ledger) as rt:
+        late = await rt.submit(echo, 1)
+        await late.result(timeout=10)
+
+        async def scheduled() -> bool:
+            return bool(
+                await hosts.value(
+                    "SELECT count(*) FROM @.runs WHERE acked_seq = 0 AND lane_attempts = 1"
+                    " AND lane_expires_at IS NULL AND lane_error IS NULL"
+                    " AND lane_due_at BETWEEN now() + interval '12 hours' AND now() + interval '2 days'"
+                )
+            )
+
+        await eventually(scheduled)
+        good = await rt.submit(echo, 2)
+        await good.result(timeout=10)
+
+        async def whole() -> bool:
+            return (await good.status()).facts_delivered == 3
+
+        await eventually(whole)
+        assert [one.run_id for one in ledger.seen].count(late.run_id) == 1
+        assert {actor["restarts"] for actor in rt.readiness()["actors"].values()} == {0}
+
+
+async def test_an_error_that_cannot_be_stored_is_a_retry(hosts: Hosts) -> None:
+    ledger = Scripted([HostileError()])
+    async with hosts.open(echo, ledger=ledger) as rt:
+        handle = await rt.submit(echo, 1)
+        await handle.result(timeout=10)
+        await acknowledged(hosts)
+        assert_delivered(ledger.kept, [handle.run_id])
+        assert ledger.seen[1].delivery_key == ledger.seen[0].delivery_key
+        assert {actor["restarts"] for actor in rt.readiness()["actors"].values()} == {0}
+
+
+async def test_a_retry_comes_when_it_is_due_not_at_the_backstop(hosts: Hosts) -> None:
+    ledger = Scripted([LedgerRetry(0.2)])
+    async with hosts.open(echo, ledger=ledger, backstop_s=12.0) as rt:
+        handle = await rt.submit(echo, 1)
+        await handle.result(timeout=10)
+
+        async def whole() -> bool:
+            return len(ledger.seen) >= 2
+
+        await eventually(whole, within_s=5.0)
+        assert 0.2 <= ledger.at[1] - ledger.at[0] < 2.0
+        await acknowledged(hosts, within_s=5.0)
+        assert_delivered(ledger.kept, [handle.run_id])
+
+
 async def test_batches_get_one_outcome_each(hosts: Hosts) -> None:
     class Batched(MemoryLedger):
         calls = 0
@@ -375,9 +478,13 @@ async def test_lanes_are_handed_back_at_shutdown_and_go_on_at_once_elsewhere(hos
 async def test_a_lost_link_in_a_turn_repeats_at_most_that_turn(alone: Hosts, actor: str) -> None:
     ledger: Any = PostgresLedger(in_database=False) if actor == "ledger" else Scripted()
     async with alone.open(echo, ledger=ledger, lane_actors=1, lane_lease_s=2.5, delivery_timeout_s=1.0) as rt:
+
+        async def connected() -> list[int]:
+            return list(await alone.backends(actor))
+
         handles = await rt.submit_many([(echo, number) for number in range(30)])
         for _ in range(3):
-            (pid,) = await alone.backends(actor)
+            (pid,) = await eventually(connected)  # again, after the last time
             await alone.ask(f"SELECT pg_terminate_backend({pid})")
             handles += await rt.submit_many([(echo, number) for number in range(30)])
             await trio.sleep(0.2)

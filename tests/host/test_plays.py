@@ -414,6 +414,40 @@ async def test_more_threads_than_allowed_wait_their_turn(hosts: Hosts) -> None:
     assert max(at_once) == 3
 
 
+async def test_the_time_limit_of_a_thread_does_not_count_the_wait_for_one(hosts: Hosts, trace: Trace) -> None:
+    go = threading.Event()
+    hold = threading.Event()
+
+    @play("holder")
+    def holder(_: SyncContext) -> None:
+        go.wait(20)
+
+    @play("limited", timeout_s=0.3)
+    def limited(_: SyncContext) -> str:
+        return "in time"
+
+    @play("slow", timeout_s=0.3)
+    def slow(_: SyncContext) -> None:
+        hold.wait(20)
+
+    async with hosts.open(holder, limited, slow, threads=1) as rt:
+        try:
+            first = await rt.submit(holder)
+            await until(rt, first.run_id, "running")
+            second = await rt.submit(limited)
+            await until(rt, second.run_id, "running")
+            await trio.sleep(0.8)  # past its limit
+            assert (await second.status()).status == "running"
+            go.set()
+            assert await second.result(timeout=10) == "in time"
+            # And once it has its thread, it counts.
+            with pytest.raises(RunFailed, match=r"timeout_s=0\.3"):
+                await (await rt.submit(slow)).result(timeout=10)
+        finally:
+            go.set()
+            hold.set()
+
+
 # --- failures, retries, limits -------------------------------------------------------------------------------
 
 
@@ -628,6 +662,29 @@ async def test_a_flood_of_logs_is_bounded_visible_and_in_order(hosts: Hosts) -> 
         # What was dropped is said, not silently missing.
         assert any("dropped" in line and str(30_000 - len(numbers)) in line for line in lines), lines[-3:]
         await hosts.check([handle.run_id], within_s=60)
+
+
+async def test_more_facts_than_one_call_takes_are_stored_whole_and_in_order(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.facts._MOST_SAYINGS", 7)
+
+    @play("talks")
+    async def talks(ctx: Context, data: int) -> None:
+        for number in range(data):
+            ctx.log(f"{number}")
+            if number == data // 2:
+                ctx.progress(number)
+                await trio.sleep(0.1)  # past a flush, which is under way while it says more
+
+    counts = [0, 1, 6, 7, 8, 14, 15, 100, 101]
+    async with hosts.open(talks) as rt:
+        handles = await rt.submit_many([(talks, count) for count in counts])
+        for count, handle in zip(counts, handles, strict=True):
+            await handle.result(timeout=20)
+            assert await logged(rt, handle.run_id) == [str(number) for number in range(count)]
+            assert (await types(rt, handle.run_id)).count("run.progress") == min(1, count)
+        await hosts.check([handle.run_id for handle in handles])
 
 
 async def test_odd_log_lines_never_fail(hosts: Hosts) -> None:

@@ -252,6 +252,45 @@ async def test_a_host_that_is_cancelled_while_it_starts_leaves_nothing(alone: Ho
     assert await alone.leases() == 0
 
 
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("kind", ["instead", "finally", "nursery"])
+async def test_what_a_play_makes_of_its_cancellation_is_no_failure(
+    hosts: Hosts, kind: str, retries: int
+) -> None:
+    begun = trio.Event()
+
+    @play("turns", retries=retries)
+    async def turns(_: Context) -> None:
+        if kind == "nursery":
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(turns_it)
+                nursery.start_soon(turns_it)
+        await turns_it()
+
+    async def turns_it() -> None:
+        try:
+            begun.set()
+            await trio.sleep_forever()
+        except trio.Cancelled:
+            if kind == "instead":
+                raise ConnectionError("interrupted") from None
+            raise
+        finally:
+            if kind != "instead":
+                raise ConnectionError("interrupted")
+
+    async with hosts.open(turns) as rt:
+        handle = await rt.submit(turns)
+        with trio.fail_after(10):
+            await begun.wait()
+    async with hosts.open() as client:
+        status = await client.status(handle.run_id)
+        assert (status.status, status.attempt, status.failures, status.crashes) == ("queued", 1, 0, 0)
+        (attempt,) = await client.attempts(handle.run_id)
+        assert attempt.outcome == "released"
+    await hosts.check()
+
+
 # --- callers ---------------------------------------------------------------------------------------------
 
 

@@ -302,3 +302,31 @@ async def test_long_logs_are_read_whole_and_in_order(dsn: str, schema: str) -> N
         while (await kernel.deliver(Lane.OBSERVABILITY, prefix=100)).lanes:
             pass
         await check_invariants(kernel.session)
+
+
+async def test_a_lane_that_is_tried_again_keeps_the_prefix_that_has_been_out(dsn: str, schema: str) -> None:
+    """Also when that try never leaves: what the ledger may have seen is delivered again as it was."""
+    async with open_kernel(dsn, schema) as kernel:
+        item = await kernel.started()
+        assert await kernel.say(item, 1) == "done"
+        assert await kernel.say(item, 2, Lane.OBSERVABILITY) == "done"
+        firsts = {}
+        for lane in Lane:
+            (firsts[lane],) = await kernel.claim_lanes(lane)
+            assert await kernel.hand_back(firsts[lane], reason="rejected") == "done"
+            assert await kernel.claim_lanes(lane) == []
+            assert await kernel.say(item, 3 + lane.value, lane) == "done"
+        assert await kernel.fetchval("SELECT @schema@.retry_lane($1)", item.run_id) is True
+        assert await kernel.fetchval("SELECT @schema@.retry_lane($1)", item.run_id) is False
+        for lane, first in firsts.items():
+            (second,) = await kernel.claim_lanes(lane)
+            assert await kernel.hand_back(second, unsent=True) == "done"
+            (third,) = await kernel.claim_lanes(lane)
+            for again in (second, third):
+                assert (again.seqs, again.payloads) == (first.seqs, first.payloads)
+                assert again.attempt == 2
+            assert (await kernel.acknowledge(third)).answer == "acked"
+            (rest,) = await kernel.claim_lanes(lane)
+            assert (rest.seqs[0], rest.attempt) == (first.through + 1, 1)
+            assert (await kernel.acknowledge(rest)).answer == "acked"
+        await check_invariants(kernel.session, ledger=False)
