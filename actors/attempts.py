@@ -171,9 +171,8 @@ class Attempts:
         """A claim arrived. ``sent_at``: trio time when it was asked for."""
         older = self._by_run.get(claimed.run_id)
         if older is not None:
-            self.lose(
-                older, Why.LOST
-            )  # its lease ended in the database, or the run could not be claimed again
+            # Its lease ended in the database, or the run could not have been claimed again.
+            self.lose(older, Why.LOST)
         attempt = Attempt(claimed, sent_at + self.lease_s, sent_at)
         self._by_run[claimed.run_id] = attempt
         self._used += 1

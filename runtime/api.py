@@ -285,18 +285,11 @@ class Runtime:
         """
         asked = [item if isinstance(item, Submit) else Submit(*_pair(item)) for item in items]
         prepared = [await self._host.submissions.prepare(item) for item in asked]
-        timeout_s = self._config.operation_timeout_s
-        deadline = trio.current_time() + timeout_s
+        deadline = trio.current_time() + self._config.operation_timeout_s
         messages = [
             Admission(prepared[start : start + _CHUNK], deadline) for start in range(0, len(prepared), _CHUNK)
         ]
-        with trio.move_on_at(deadline) as limit:
-            for message in messages:
-                await self._host.admissions.send(message)
-        if limit.cancelled_caught:
-            raise OutcomeUnknown(
-                f"admission is overloaded or away: not all were handed over in {timeout_s:g} s"
-            )
+        await composition.send_by(deadline, self._host.admissions, *messages)
         handles: list[Handle] = []
         for message in messages:
             # A little later than the actor's own deadline, whose error says more.
@@ -361,7 +354,7 @@ class Runtime:
             Cancellation(run_id, uuid.uuid4().hex, _text("reason", reason), _text("by", by))
         )
         deadline = trio.current_time() + self._config.operation_timeout_s
-        await composition.send_within(self._host.cancellations, request, self._config.operation_timeout_s)
+        await composition.send_by(deadline, self._host.cancellations, request)
         answer = (await request.reply.wait(deadline - trio.current_time())).answer
         if answer == "missing":
             raise RunNotFound(run_id)

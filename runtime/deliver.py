@@ -61,16 +61,8 @@ class Deliveries:
             try:
                 deliveries.append((prefix, delivery_of(prefix)))
             except (ValueError, RecursionError) as exc:
-                tell(
-                    [
-                        (
-                            prefix,
-                            Outcome(
-                                "rejected", reason=scrub(f"a fact cannot be decoded: {exc}", _REASON_BYTES)
-                            ),
-                        )
-                    ]
-                )
+                reason = scrub(f"a fact cannot be decoded: {exc}", _REASON_BYTES)
+                tell([(prefix, Outcome("rejected", reason=reason))])
 
         async def one(prefix: Prefix, delivery: Delivery) -> None:
             tell([(prefix, await self._one(delivery))])

@@ -87,32 +87,29 @@ class Executor:
             if play.input_type is not None:
                 data = self._codec.structure(data, play.input_type, what="input")
             arguments.append(data)
+        if play.is_sync:
+            return await self._in_thread(play, context, arguments)
         if play.timeout_s is None:
-            return await (
-                self._in_thread(play, context, arguments) if play.is_sync else play.fn(context, *arguments)
-            )
-        with trio.CancelScope() as limit:
-            if play.is_sync:  # its time counts from when it has a thread
-                return await self._in_thread(play, context, arguments, limit)
-            limit.deadline = trio.current_time() + play.timeout_s
             return await play.fn(context, *arguments)
-        if limit.cancelled_caught:
-            raise PlayTimedOut(f"the attempt ran longer than timeout_s={play.timeout_s:g}")
-        return None
+        with trio.move_on_after(play.timeout_s):
+            return await play.fn(context, *arguments)
+        raise _timed_out(play)
 
-    async def _in_thread(
-        self, play: Play, context: Context, arguments: list[Any], limit: trio.CancelScope | None = None
-    ) -> Any:
-        def begin(scope: trio.CancelScope, seconds: float) -> None:
-            scope.deadline = trio.current_time() + seconds
+    async def _in_thread(self, play: Play, context: Context, arguments: list[Any]) -> Any:
+        seconds = play.timeout_s
+
+        def begin(deadline_in_s: float) -> None:
+            limit.deadline = trio.current_time() + deadline_in_s
 
         def in_thread() -> Any:
-            if limit is not None and play.timeout_s is not None:
-                trio.from_thread.run_sync(begin, limit, play.timeout_s)
+            if seconds is not None:  # its time counts from when it has a thread
+                trio.from_thread.run_sync(begin, seconds)
             return play.fn(SyncContext(context), *arguments)
 
-        # Abandoned when cancelled: the thread cannot be stopped, but what it does is refused by its fence.
-        return await trio.to_thread.run_sync(in_thread, abandon_on_cancel=True, limiter=self._threads)
+        with trio.CancelScope() as limit:
+            # Abandoned when cancelled: the thread cannot be stopped, but what it does is refused by its fence.
+            return await trio.to_thread.run_sync(in_thread, abandon_on_cancel=True, limiter=self._threads)
+        raise _timed_out(play)
 
     def _ending(
         self,
@@ -195,10 +192,13 @@ class Executor:
         self._flush()
         stored = attempt.stored
         while not stored.is_set() and trio.current_time() < attempt.lease_until:
-            with trio.move_on_at(
-                attempt.lease_until
-            ):  # renewed meanwhile, or its ending would be refused anyway
+            # Past it, the lease was renewed meanwhile, or the ending would be refused anyway.
+            with trio.move_on_at(attempt.lease_until):
                 await stored.wait()
+
+
+def _timed_out(play: Play) -> PlayTimedOut:
+    return PlayTimedOut(f"the attempt ran longer than timeout_s={play.timeout_s:g}")
 
 
 def _fault(attempt: Attempt, exc: BaseException) -> BaseException:

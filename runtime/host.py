@@ -390,18 +390,17 @@ def session_options(config: RuntimeConfig) -> SessionOptions:
 async def ask(queries: Mailbox[Query], read: Any, timeout_s: float) -> Any:
     """The answer of ``read(session)`` on the connection that reads share."""
     query = Query(read, trio.current_time() + timeout_s)
-    await send_within(queries, query, timeout_s)
+    await send_by(query.deadline, queries, query)
     return await query.reply.wait(query.deadline - trio.current_time())
 
 
-async def send_within(mailbox: Mailbox[T], item: T, timeout_s: float) -> None:
-    """Hand over, or raise ``OutcomeUnknown`` when the mailbox is full for that long: the item was not handed over."""
-    with trio.move_on_after(timeout_s) as limit:
-        await mailbox.send(item)
+async def send_by(deadline: float, mailbox: Mailbox[T], *items: T) -> None:
+    """Hand over, or raise ``OutcomeUnknown`` when the mailbox stays full until then: not everything was handed over."""
+    with trio.move_on_at(deadline) as limit:
+        for item in items:
+            await mailbox.send(item)
     if limit.cancelled_caught:
-        raise OutcomeUnknown(
-            f"{mailbox.name}: overloaded, or the database is away: not handed over in {timeout_s:g} s"
-        )
+        raise OutcomeUnknown(f"{mailbox.name}: overloaded, or the database is away: not handed over in time")
 
 
 # --- parts -----------------------------------------------------------------------------------------------
