@@ -16,7 +16,7 @@ import trio
 
 from actors.core import Life, WakeFlag
 from actors.hints import Hints
-from sql import due
+from sql import deployment, due
 from sql.calls import channel
 from sql.connection import Session, SessionOptions
 
@@ -28,6 +28,8 @@ _SLACK_S = 0.001
 
 class Listener:
     """``reachable_at`` is the monotonic time of the last answer: the host's view of the database's health.
+
+    ``schema_missing`` names what the schema lacked when the connection was made.
 
     ``notify`` False neither sends nor hears notifications.
     """
@@ -44,6 +46,7 @@ class Listener:
         notify: bool,
     ) -> None:
         self.reachable_at: float | None = None
+        self.schema_missing: tuple[str, ...] = ()
         self._options = options
         self._hints = hints
         self._host = host
@@ -64,6 +67,7 @@ class Listener:
         async with life.session(self._options, on_lost=on_lost) as session:
             if self._notify:
                 await session.listen(self._kinds, self._heard)
+            self.schema_missing = (await deployment.check(session)).missing
             # Whatever was missed while nobody listened is found by looking, after LISTEN is in force.
             look_at = trio.current_time()
             pace_until = look_at

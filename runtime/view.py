@@ -43,7 +43,6 @@ class View:
     listener: Listener
     watchdog: Watchdog
     count: Callable[[], Awaitable[Backlog]]
-    schema_ready: bool = True
     oldest_snapshot_s: float | None = None
     _counted_at: float | None = None
     _restarts: dict[str, int] = attrs.field(factory=dict)
@@ -60,8 +59,9 @@ class View:
         draining = self.supervisor.stopping.is_set()
         errors = [health for health in self.supervisor.health.values() if health.state == "outage"]
         seen = self.listener.reachable_at
+        missing = self.listener.schema_missing
         return {
-            "ready": self.supervisor.ready and self.schema_ready,
+            "ready": self.supervisor.ready and not missing,
             "draining": draining,
             "database": {
                 "reachable": not errors and seen is not None,
@@ -69,7 +69,7 @@ class View:
                 "last_error": errors[0].last_error if errors else None,
                 "oldest_snapshot_s": self.oldest_snapshot_s,
             },
-            "schema": {"name": self.host["schema"], "ready": self.schema_ready},
+            "schema": {"name": self.host["schema"], "ready": not missing, "missing": list(missing)},
             "actors": actors,
             "slots": {"used": self.attempts.used, "free": self.attempts.slots - self.attempts.used},
             "longest_stall_s": round(self.watchdog.longest_stall_s, 3),

@@ -912,3 +912,16 @@ async def test_an_opened_host_says_what_it_is(hosts: Hosts, caplog: pytest.LogCa
         assert "event=ready" in caplog.text
     assert rt.readiness()["ready"] is False
     assert rt.readiness()["draining"] is True
+
+
+async def test_readiness_says_what_the_schema_lacks(hosts: Hosts) -> None:
+    async with hosts.open(echo) as rt:
+        assert rt.readiness()["schema"] == {"name": hosts.schema, "ready": True, "missing": []}
+        await hosts.ask("DROP FUNCTION @.retry_lane")
+        (pid,) = await hosts.backends("listener")
+        await hosts.ask(f"SELECT pg_terminate_backend({pid})")
+
+        async def noticed() -> bool:
+            return not rt.readiness()["ready"] and rt.readiness()["schema"]["missing"] == ["function retry_lane"]
+
+        await eventually(noticed)
