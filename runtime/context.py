@@ -98,11 +98,11 @@ class Context:
             )
         self._check_live()
         key = self._wait_key(key)
-        left = self._attempt.claimed.receipts.get(key, seconds)
+        left = self._attempt.claimed.waits.get(key, seconds)
         if left is None:
             await trio.lowlevel.checkpoint()
             return True
-        if key not in self._attempt.claimed.receipts and left <= self._park_after_s:
+        if key not in self._attempt.claimed.waits and left <= self._park_after_s:
             await trio.sleep(left)
             return True
         self.waits[key] = Wait(key, "sleep", float(seconds))

@@ -44,7 +44,7 @@ def delivery_of(prefix: Prefix) -> Delivery:
             ensure_ascii=False,
         )
         digest.update(b"\n" + line.encode("utf-8", "surrogatepass"))
-    return Delivery(prefix.run_id, prefix.lane, facts, key, prefix.attempt, digest.hexdigest())
+    return Delivery(prefix.run_id, prefix.lane, facts, key, prefix.attempt, digest.hexdigest(), prefix.token)
 
 
 class Deliveries:

@@ -17,7 +17,7 @@ from sql.connection import Session
 
 @attrs.define(slots=True)
 class Submission:
-    """One run to admit. ``input`` and ``labels`` are JSON text.
+    """One run to admit. ``input``, ``labels`` and ``extras`` (what few runs have) are JSON text.
 
     ``named``: the caller chose ``run_id``. ``request`` recognises the run when the call is made again after a
     lost answer, and is the lease token if ``claim`` (admit as already claimed by this host).
@@ -34,6 +34,7 @@ class Submission:
     delay_s: float | None = None
     at: datetime | None = None
     labels: str | None = None
+    extras: str | None = None
     claim: bool = False
     request: int = attrs.field(factory=new_token)
 
@@ -66,7 +67,7 @@ async def admit(
     Raises ``KernelRefused`` when one item cannot be stored; the caller splits the batch.
     """
     rows = await session.fetch(
-        call(session.options.schema, "admit_runs", 18),
+        call(session.options.schema, "admit_runs", 19),
         [item.run_id for item in items],
         [item.named for item in items],
         [item.play for item in items],
@@ -78,6 +79,7 @@ async def admit(
         [item.at for item in items],
         [item.labels for item in items],
         [item.input for item in items],
+        [item.extras for item in items],
         [item.request for item in items],
         [item.claim for item in items],
         owner,

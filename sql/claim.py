@@ -20,7 +20,7 @@ from sql.connection import Session
 class Claimed:
     """A live attempt of this host: the permission to execute.
 
-    ``input`` and ``labels`` are JSON text. ``receipts``: seconds until each registered wait passes, None for one
+    ``input`` and ``labels`` are JSON text. ``waits``: seconds until each registered wait passes, None for one
     that has. ``lag_s``: from due to claimed, on the database clock.
     """
 
@@ -30,7 +30,7 @@ class Claimed:
     play: str
     input: str
     failures: int = 0
-    receipts: Mapping[str, float | None] = attrs.field(factory=dict)
+    waits: Mapping[str, float | None] = attrs.field(factory=dict)
     org_id: str | None = None
     labels: str | None = None
     lag_s: float = 0.0
@@ -83,7 +83,7 @@ async def read_back(session: Session, *, owner: int, token: int) -> list[Claimed
 
 
 def _claimed(row: Any, token: int) -> Claimed:
-    run_id, attempt, play, input_, failures, receipts, org_id, labels, was_due_at, lag_s, _ = row
+    run_id, attempt, play, input_, failures, waits, org_id, labels, was_due_at, lag_s, _ = row
     return Claimed(
         run_id,
         attempt,
@@ -91,7 +91,7 @@ def _claimed(row: Any, token: int) -> Claimed:
         play,
         input_,
         failures,
-        {} if receipts is None else json.loads(receipts),
+        {} if waits is None else json.loads(waits),
         org_id,
         labels,
         lag_s,

@@ -54,6 +54,9 @@ class Delivery:
     A redelivery has the same ``facts`` and the same ``delivery_key`` (``run:lane:first-last``);
     ``attempt`` counts deliveries of this prefix from 1 and is not part of the key.
     ``digest`` is the SHA-256 (hex) of the canonical facts.
+
+    ``token`` is the lane's lease: a receiver that can ask for proof of it knows that the sender may deliver.
+    ``generation`` counts what an operator skipped in this lane: a gap in ``seq`` is right where it has risen.
     """
 
     run_id: str
@@ -62,6 +65,8 @@ class Delivery:
     delivery_key: str
     attempt: int
     digest: str
+    token: int = 0
+    generation: int = 0
 
 
 @attrs.frozen(slots=True)

@@ -8,7 +8,7 @@
 
 CREATE OR REPLACE FUNCTION @schema@.created_payload(
     p_play text, p_input jsonb, p_org text, p_priority smallint, p_labels jsonb, p_release text,
-    p_environment text, p_key text, p_request text
+    p_environment text, p_key text, p_request text, p_extras jsonb
 ) RETURNS jsonb
 LANGUAGE sql STABLE PARALLEL SAFE
 AS $$
@@ -19,6 +19,7 @@ AS $$
                 ELSE jsonb_strip_nulls(jsonb_build_object(
                     'org_id', p_org, 'priority', p_priority, 'labels', p_labels, 'release_id', p_release,
                     'environment', p_environment, 'idempotency_key', p_key)) END
+        || coalesce(p_extras, '{}')
 $$;
 
 -- Admits runs. One item per position of the arrays; positions answer in `ord`, from 1.
@@ -27,6 +28,8 @@ $$;
 --   p_delays    seconds from now, or NULL; p_ats a moment, or NULL; neither: due now
 --   p_requests  random per item and kept in the first fact: an item that is asked again after a lost answer
 --               recognises its own run; also the lease token of an item admitted as claimed
+--   p_extras    what few runs have, or NULL: {"receiver", "terminal_receiver", "parent_id", "root_id",
+--               "concurrency_key", …}; all of it is told in the first fact, some of it has a column
 --   p_claim     admit as already claimed by p_owner (only items that are due now)
 --   p_wait      wait for a key held by an open transaction instead of answering busy
 --
@@ -35,8 +38,8 @@ $$;
 CREATE OR REPLACE FUNCTION @schema@.admit_runs(
     p_run_ids text[], p_named boolean[], p_plays text[], p_buckets bigint[], p_priorities smallint[],
     p_orgs text[], p_keys text[], p_delays double precision[], p_ats timestamptz[], p_labels jsonb[],
-    p_inputs jsonb[], p_requests bigint[], p_claim boolean[], p_owner bigint, p_lease_s double precision,
-    p_release text, p_environment text, p_wait boolean
+    p_inputs jsonb[], p_extras jsonb[], p_requests bigint[], p_claim boolean[], p_owner bigint,
+    p_lease_s double precision, p_release text, p_environment text, p_wait boolean
 ) RETURNS TABLE (ord integer, outcome text, run_id text, created boolean, claimed boolean)
 LANGUAGE plpgsql
 @seek@
@@ -85,13 +88,15 @@ BEGIN
     WITH items AS (
         SELECT i.*, coalesce(i.due, v_now + make_interval(secs => i.delay_s), v_now) AS due_at
           FROM unnest(p_run_ids, p_plays, p_buckets, p_priorities, p_orgs, p_keys, p_delays, p_ats, p_labels,
-                      p_requests, p_claim, v_busy, v_known)
-               AS i (run_id, play, bucket, priority, org_id, key, delay_s, due, labels, request, claim, busy, known)
+                      p_extras, p_requests, p_claim, v_busy, v_known)
+               AS i (run_id, play, bucket, priority, org_id, key, delay_s, due, labels, extras, request, claim, busy,
+                     known)
     ), made AS (
         INSERT INTO runs (
             run_id, play, bucket, priority, org_id, idempotency_key, labels, release_id, environment,
             created_at, lane_due_at, status, due_at, last_seq, attempt, attempt_at, started_at,
-            lease_owner, lease_token, lease_expires_at)
+            lease_owner, lease_token, lease_expires_at,
+            receiver, terminal_receiver, parent_id, root_id, concurrency_key)
         SELECT run_id, play, bucket, priority, org_id, key, labels, p_release, p_environment, v_now, v_now,
                CASE WHEN claim THEN 'running' ELSE 'queued' END,
                CASE WHEN claim THEN v_now + make_interval(secs => p_lease_s) ELSE due_at END,
@@ -101,7 +106,9 @@ BEGIN
                CASE WHEN claim THEN v_now END,
                CASE WHEN claim THEN p_owner END,
                CASE WHEN claim THEN request END,
-               CASE WHEN claim THEN v_now + make_interval(secs => p_lease_s) END
+               CASE WHEN claim THEN v_now + make_interval(secs => p_lease_s) END,
+               coalesce(extras ->> 'receiver', ''), extras ->> 'terminal_receiver', extras ->> 'parent_id',
+               extras ->> 'root_id', extras ->> 'concurrency_key'
           FROM items
          WHERE busy IS NOT TRUE AND known IS NOT TRUE
         ON CONFLICT DO NOTHING
@@ -112,9 +119,9 @@ BEGIN
     INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
     SELECT i.run_id, 0, 1, 'run.created', v_now,
            created_payload(i.play, i.input, i.org_id, i.priority, i.labels, p_release, p_environment, i.key,
-                           to_hex(i.request))
-      FROM unnest(p_run_ids, p_plays, p_priorities, p_orgs, p_keys, p_labels, p_inputs, p_requests, v_busy)
-           AS i (run_id, play, priority, org_id, key, labels, input, request, busy)
+                           to_hex(i.request), i.extras)
+      FROM unnest(p_run_ids, p_plays, p_priorities, p_orgs, p_keys, p_labels, p_inputs, p_extras, p_requests, v_busy)
+           AS i (run_id, play, priority, org_id, key, labels, input, extras, request, busy)
      WHERE cardinality(v_made) = v_total OR (i.run_id = ANY (v_made) AND i.busy IS NOT TRUE)
     UNION ALL
     SELECT i.run_id, 0, 2, 'run.started', v_now, jsonb_build_object('attempt', 1, 'host', p_owner::text)

@@ -18,7 +18,7 @@ CREATE OR REPLACE FUNCTION @schema@.claim_runs(
     p_owner bigint, p_token bigint, p_buckets bigint[], p_priorities smallint[], p_limit integer,
     p_lease_s double precision, p_oldest boolean, p_from timestamptz
 ) RETURNS TABLE (
-    run_id text, attempt integer, play text, input jsonb, failures integer, receipts jsonb, org_id text,
+    run_id text, attempt integer, play text, input jsonb, failures integer, waits jsonb, org_id text,
     labels jsonb, was_due_at timestamptz, lag_s double precision, next_due_s double precision
 )
 LANGUAGE plpgsql
@@ -32,7 +32,7 @@ DECLARE
     v_quota    integer;
     v_ids      text[] := '{}';
     v_dues     timestamptz[] := '{}';
-    v_waits    boolean := false;
+    v_parked   boolean := false;
     v_more     bigint[] := '{}';  -- buckets that filled their share
     v_bucket   record;
     v_picked   record;
@@ -62,7 +62,7 @@ BEGIN
         CONTINUE WHEN v_bucket.round = 2 AND NOT (v_bucket.bucket = ANY (v_more));
         v_quota := CASE WHEN p_oldest OR v_bucket.round = 2 THEN v_left
                         ELSE ceil(v_left::numeric / v_bucket.sharers) END;
-        SELECT array_agg(t.run_id) AS ids, array_agg(t.due_at) AS dues, bool_or(t.status = 'waiting') AS waits
+        SELECT array_agg(t.run_id) AS ids, array_agg(t.due_at) AS dues, bool_or(t.status = 'waiting') AS parked
           INTO v_picked
           FROM (SELECT r.run_id, r.due_at, r.status FROM runs r
                  WHERE r.bucket = v_bucket.bucket AND r.status IN ('queued', 'waiting')
@@ -75,14 +75,14 @@ BEGIN
         CONTINUE WHEN v_picked.ids IS NULL;
         v_ids := v_ids || v_picked.ids;
         v_dues := v_dues || v_picked.dues;
-        v_waits := v_waits OR v_picked.waits;
+        v_parked := v_parked OR v_picked.parked;
         v_left := v_left - cardinality(v_picked.ids);
         IF cardinality(v_picked.ids) = v_quota THEN
             v_more := v_more || v_bucket.bucket;
         END IF;
     END LOOP;
 
-    IF v_waits THEN
+    IF v_parked THEN
         WITH resumed AS (
             UPDATE runs r
                SET last_seq = r.last_seq + 1,
@@ -90,7 +90,7 @@ BEGIN
              WHERE r.run_id = ANY (v_ids) AND r.wait_kind IS NOT NULL
             RETURNING r.run_id, r.last_seq, r.wait_kind, r.wait_key
         ), passed AS (
-            UPDATE receipts c SET done_at = v_now
+            UPDATE waits c SET done_at = v_now
               FROM resumed
              WHERE c.run_id = ANY (ARRAY[resumed.run_id]) AND c.done_at IS NULL AND c.due_at <= v_now
         )
@@ -121,7 +121,7 @@ BEGIN
               FROM claimed c
         )
         SELECT c.run_id, c.attempt, c.play, f.payload -> 'input', c.failures,
-               CASE WHEN c.attempt > 1 THEN run_receipts(c.run_id, v_now) END,
+               CASE WHEN c.attempt > 1 THEN run_waits(c.run_id, v_now) END,
                c.org_id, c.labels, c.was_due_at,
                extract(epoch FROM v_now - c.was_due_at)::double precision,
                NULL::double precision
@@ -139,13 +139,13 @@ BEGIN
 END
 $$;
 
--- Receipts of a run as {key: seconds until it passes, or null when it has passed}.
-CREATE OR REPLACE FUNCTION @schema@.run_receipts(p_run_id text, p_now timestamptz) RETURNS jsonb
+-- Waits of a run as {key: seconds until it passes, or null when it has passed}.
+CREATE OR REPLACE FUNCTION @schema@.run_waits(p_run_id text, p_now timestamptz) RETURNS jsonb
 LANGUAGE sql STABLE
 @seek@
 AS $$
     SELECT jsonb_object_agg(key, CASE WHEN done_at IS NULL THEN extract(epoch FROM due_at - p_now) END)
-      FROM receipts WHERE run_id = p_run_id
+      FROM waits WHERE run_id = p_run_id
 $$;
 
 -- The earliest due time of these buckets. One seek per bucket.
@@ -166,14 +166,14 @@ $$;
 -- number is bounded by the hosts' slots.
 CREATE OR REPLACE FUNCTION @schema@.read_claim(p_owner bigint, p_token bigint)
 RETURNS TABLE (
-    run_id text, attempt integer, play text, input jsonb, failures integer, receipts jsonb, org_id text,
+    run_id text, attempt integer, play text, input jsonb, failures integer, waits jsonb, org_id text,
     labels jsonb, was_due_at timestamptz, lag_s double precision, next_due_s double precision
 )
 LANGUAGE sql STABLE
 @seek@
 AS $$
     SELECT r.run_id, r.attempt, r.play, f.payload -> 'input', r.failures,
-           CASE WHEN r.attempt > 1 THEN run_receipts(r.run_id, clock()) END,
+           CASE WHEN r.attempt > 1 THEN run_waits(r.run_id, clock()) END,
            r.org_id, r.labels, r.attempt_at, 0::double precision, NULL::double precision
       FROM runs r
       JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = 1

@@ -116,7 +116,7 @@ BEGIN
                FOR NO KEY UPDATE OF r SKIP LOCKED) t;
     v_now := clock();
 
-    INSERT INTO receipts (run_id, key, kind, created_at, due_at)
+    INSERT INTO waits (run_id, key, kind, created_at, due_at)
     SELECT i.run_id, w.key, w.kind, v_now, v_now + make_interval(secs => w.delay_s)
       FROM unnest(p_run_ids, p_waits) AS i (run_id, waits)
      CROSS JOIN LATERAL jsonb_to_recordset(i.waits) AS w (key text, kind text, delay_s double precision)
@@ -129,7 +129,7 @@ BEGIN
          CROSS JOIN LATERAL (
                 SELECT c.key, c.kind, c.due_at
                   FROM jsonb_to_recordset(i.waits) AS w (key text)
-                  JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = w.key
+                  JOIN waits c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = w.key
                  ORDER BY c.due_at, c.key LIMIT 1) c
          WHERE i.run_id = ANY (v_free)
     ), parked AS (

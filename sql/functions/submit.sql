@@ -160,7 +160,8 @@ BEGIN
                ARRAY[coalesce(v_run_id, new_run_id())], ARRAY[v_run_id IS NOT NULL], ARRAY[p_play],
                ARRAY[bucket_of(p_play, v_release, v_environment, v_priority::integer)],
                ARRAY[v_priority::smallint], ARRAY[v_org], ARRAY[v_key], ARRAY[v_delay::double precision], ARRAY[v_at],
-               ARRAY[v_labels], ARRAY[p_input], ARRAY[('x' || left(md5(gen_random_uuid()::text), 15))::bit(60)::bigint],
+               ARRAY[v_labels], ARRAY[p_input], ARRAY[NULL::jsonb],
+               ARRAY[('x' || left(md5(gen_random_uuid()::text), 15))::bit(60)::bigint],
                ARRAY[false], NULL, NULL, v_release, v_environment, true) a;
 
     IF v_answer.outcome IN ('conflict', 'two_runs') THEN

@@ -22,6 +22,7 @@ CREATE TABLE @schema@.runs (
     failures          integer     NOT NULL DEFAULT 0,
     crashes           integer     NOT NULL DEFAULT 0,
     priority          smallint    NOT NULL DEFAULT 0,
+    lane_skips        smallint    NOT NULL DEFAULT 0,  -- prefixes an operator skipped: the generation of the keys
     lane_pending      boolean     NOT NULL GENERATED ALWAYS AS (acked_seq < last_seq) STORED,
     lane_rank         smallint    NOT NULL GENERATED ALWAYS AS (
                           CASE WHEN acked_seq = 0 THEN 0             -- the admission itself
@@ -31,6 +32,7 @@ CREATE TABLE @schema@.runs (
     terminal_seq      integer,
     wait_seq          integer,
     frozen_seq        integer,               -- last fact of the prefix that is or was out for delivery
+    quiet_seq         integer,               -- last fact without effect for a ledger: its cursor may pass it
     started_at        timestamptz,           -- first attempt
     finished_at       timestamptz,
     attempt_at        timestamptz,           -- start of the live attempt
@@ -51,6 +53,10 @@ CREATE TABLE @schema@.runs (
     wait_kind         text,
     wait_key          text,
     lane_error        text,                  -- set: the lane is blocked, and why
+    terminal_receiver text,                  -- set: the terminal goes to this receiver instead
+    parent_id         text COLLATE "C",      -- the run that started this one
+    root_id           text COLLATE "C",      -- the run that started the whole family
+    concurrency_key   text,
     labels            jsonb,
     CONSTRAINT runs_status_check CHECK (
         CASE status
@@ -101,11 +107,11 @@ CREATE TABLE @schema@.attempts (
     PRIMARY KEY (run_id, attempt)
 );
 
--- What a run need not do again: a wait it registered, and that it has passed it.
-CREATE TABLE @schema@.receipts (
+-- What a run waits for, and that it need not wait for it again.
+CREATE TABLE @schema@.waits (
     created_at  timestamptz NOT NULL,
     due_at      timestamptz,
-    done_at     timestamptz,                 -- set once: the receipt is final
+    done_at     timestamptz,                 -- set once: the wait is over for good
     run_id      text COLLATE "C" NOT NULL,
     key         text COLLATE "C" NOT NULL,
     kind        text        NOT NULL,        -- sleep
@@ -119,9 +125,11 @@ CREATE TABLE @schema@.lanes (
     last_seq          integer     NOT NULL,
     acked_seq         integer     NOT NULL DEFAULT 0,
     lane_attempts     integer     NOT NULL DEFAULT 0,
+    lane_skips        smallint    NOT NULL DEFAULT 0,
     lane_pending      boolean     NOT NULL GENERATED ALWAYS AS (acked_seq < last_seq) STORED,
     lane_rank         smallint    NOT NULL DEFAULT 3,
     frozen_seq        integer,
+    quiet_seq         integer,
     lane_expires_at   timestamptz,
     lane_token        bigint,
     run_id            text COLLATE "C" NOT NULL PRIMARY KEY,

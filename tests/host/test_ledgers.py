@@ -145,7 +145,7 @@ async def test_the_two_ways_to_feed_the_read_model_give_the_same(hosts: Hosts) -
             )
         )
         await hosts.ask(
-            "TRUNCATE @.ledger_runs, @.ledger_logs, @.runs, @.facts, @.lanes, @.attempts, @.receipts"
+            "TRUNCATE @.ledger_runs, @.ledger_logs, @.runs, @.facts, @.lanes, @.attempts, @.waits"
         )
     assert len(rows[0]) == 105
     assert [tuple(row) for row in rows[0]] == [tuple(row) for row in rows[1]]

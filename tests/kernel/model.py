@@ -115,7 +115,7 @@ class RunModel:
     failures: int = 0
     crashes: int = 0
     wait: str | None = None
-    receipts: dict[str, float] = attrs.field(factory=dict)
+    waits: dict[str, float] = attrs.field(factory=dict)
     passed: set[str] = attrs.field(factory=set)
     ended: dict[int, tuple[int | None, str]] = attrs.field(factory=dict)  # attempt: token, outcome
     fences: list[tuple[int, int]] = attrs.field(factory=list)  # every attempt and token there was
@@ -151,7 +151,7 @@ class RunModel:
     def start(self, now: float, owner: int, token: int, lease: float) -> None:
         if self.status == "waiting":
             self.lifecycle.append(now, "run.resumed")
-            self.passed |= {key for key, due in self.receipts.items() if due <= now}
+            self.passed |= {key for key, due in self.waits.items() if due <= now}
         self.status, self.attempt, self.appended, self.wait = "running", self.attempt + 1, 0, None
         self.owner, self.token, self.expires, self.due = owner, token, now + lease, now + lease
         self.fences.append((self.attempt, token))
@@ -183,8 +183,8 @@ class RunModel:
             return "done" if self.ended.get(attempt) == (token, "parked") else "lost"
         self.stop("parked")
         for key, delay in waits.items():
-            self.receipts.setdefault(key, now + delay)
-        self.due, self.wait = min((self.receipts[key], key) for key in waits)
+            self.waits.setdefault(key, now + delay)
+        self.due, self.wait = min((self.waits[key], key) for key in waits)
         self.status = "waiting"
         self.lifecycle.append(now, "run.waiting")
         self.wait_seq = self.lifecycle.last

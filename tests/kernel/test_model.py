@@ -35,7 +35,7 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 LANE_LEASE_S = 30.0
 
 _CLEAR = """
-TRUNCATE @schema@.runs, @schema@.facts, @schema@.attempts, @schema@.receipts, @schema@.lanes,
+TRUNCATE @schema@.runs, @schema@.facts, @schema@.attempts, @schema@.waits, @schema@.lanes,
          @schema@.cancellations, @schema@.ledger_runs, @schema@.ledger_logs;
 UPDATE @schema@.test_clock SET stands = '2030-01-01T00:00:00Z';
 """
@@ -46,7 +46,7 @@ SELECT run_id, status, attempt, lease_token, lease_owner, lease_expires_at, due_
        (SELECT array_agg(type ORDER BY seq) FROM @schema@.facts f WHERE f.run_id = r.run_id AND lane = 0) AS types,
        (SELECT array_agg(request_id ORDER BY request_id)
           FROM @schema@.cancellations c WHERE c.run_id = r.run_id) AS marks,
-       (SELECT array_agg(key ORDER BY key) FROM @schema@.receipts c WHERE c.run_id = r.run_id
+       (SELECT array_agg(key ORDER BY key) FROM @schema@.waits c WHERE c.run_id = r.run_id
            AND done_at IS NOT NULL) AS passed
   FROM @schema@.runs r
 """
@@ -221,8 +221,8 @@ class KernelMachine(RuleBasedStateMachine):
         for run, item in zip(runs, taken, strict=True):
             assert item.lag_s == now - run.due
             run.start(now, host, token, lease)
-            receipts = {key: None if key in run.passed else due - now for key, due in run.receipts.items()}
-            assert (item.attempt, item.failures, item.receipts) == (run.attempt, run.failures, receipts)
+            waits = {key: None if key in run.passed else due - now for key, due in run.waits.items()}
+            assert (item.attempt, item.failures, item.waits) == (run.attempt, run.failures, waits)
             assert item.input == str(run.input)
         back = self.do(claim.read_back, kernel.session, owner=host, token=token)
         assert {(item.run_id, item.attempt) for item in back} == {

@@ -28,7 +28,7 @@ MOST_ROWS = 1_000  # of what a call of five items reads; a full scan of any tabl
 CALLS_BEFORE = 7  # past the point where a session stops planning anew
 
 _TABLES = [
-    "runs", "facts", "attempts", "receipts", "lanes", "cancellations", "ledger_runs", "ledger_logs", "hosts", "plays",
+    "runs", "facts", "attempts", "waits", "lanes", "cancellations", "ledger_runs", "ledger_logs", "hosts", "plays",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
@@ -53,7 +53,7 @@ SELECT run_id, lane, seq, CASE seq WHEN 1 THEN 'run.created' ELSE 'run.progress'
   FROM @schema@.runs, generate_series(1, 3) AS seq, generate_series(0, 1) AS lane WHERE run_id LIKE 'old-%';
 INSERT INTO @schema@.attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
 SELECT run_id, 1, 9, 9, created_at, created_at, 'completed' FROM @schema@.runs WHERE run_id LIKE 'old-%';
-INSERT INTO @schema@.receipts (run_id, key, kind, created_at, due_at)
+INSERT INTO @schema@.waits (run_id, key, kind, created_at, due_at)
 SELECT run_id, 'nap', 'sleep', created_at, created_at + '1 day' FROM @schema@.runs WHERE run_id LIKE 'old-%';
 INSERT INTO @schema@.lanes (run_id, receiver, last_seq, acked_seq, lane_due_at)
 SELECT run_id, '', 3, CASE WHEN run_id LIKE '%9' THEN 1 ELSE 3 END, lane_due_at
@@ -283,7 +283,8 @@ async def test_calls_read_what_they_need(dsn: str, schema: str, statistics: str)
         await grow(kernel)
         greedy = []
         for name, call in CALLS.items():
-            for _ in range(1 if "planned" in statistics else CALLS_BEFORE):
+            # Twice: what the calls before left dead in an index is cleared by the first that passes it.
+            for _ in range(2 if "planned" in statistics else CALLS_BEFORE):
                 read = await rows_read(caller, kernel, call, batch)
             if sum(read.values()) > MOST_ROWS:
                 greedy.append(f"{name}: {read}")

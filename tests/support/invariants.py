@@ -90,12 +90,12 @@ _RULES = {
          WHERE (due_at = 'infinity') <> (finished_at IS NOT NULL)
             OR (status = 'running' AND due_at > lease_expires_at)""",
     "a parked run waits for a receipt that it has registered": """
-        SELECT r.run_id FROM runs r LEFT JOIN receipts c ON c.run_id = r.run_id AND c.key = r.wait_key
+        SELECT r.run_id FROM runs r LEFT JOIN waits c ON c.run_id = r.run_id AND c.key = r.wait_key
          WHERE (r.status = 'waiting') <> (r.wait_kind IS NOT NULL)
             OR (r.wait_kind IS NULL AND (r.wait_key IS NOT NULL OR r.wait_until IS NOT NULL))
             OR (r.status = 'waiting' AND (c.due_at IS NULL OR c.due_at <> r.wait_until OR r.due_at <> r.wait_until))""",
     "a wait is passed only after it was due, and on a run that has registered it": """
-        SELECT c.run_id FROM receipts c LEFT JOIN runs r ON r.run_id = c.run_id
+        SELECT c.run_id FROM waits c LEFT JOIN runs r ON r.run_id = c.run_id
          WHERE r.run_id IS NULL OR c.done_at < c.due_at""",
     # --- lanes ---------------------------------------------------------------------------------------
     "a lane's cursor, frozen prefix and lease fit together, and somebody will look at it": """
@@ -158,7 +158,7 @@ async def check_invariants(session: Session, *, ledger: bool = True) -> None:
         raise AssertionError("\n".join(f"broken: {name}: {runs[:5]}" for name, runs in broken.items()))
 
 
-_TABLES = ("runs", "facts", "attempts", "receipts", "lanes", "ledger_runs", "ledger_logs")
+_TABLES = ("runs", "facts", "attempts", "waits", "lanes", "ledger_runs", "ledger_logs")
 
 
 def _in_schema(text: str, schema: str) -> str:

@@ -25,7 +25,7 @@ SELECT jsonb_build_object(
     'runs', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.runs t WHERE t.run_id = $1),
     'facts', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.lane, t.seq) FROM @schema@.facts t WHERE t.run_id = $1),
     'attempts', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.attempt) FROM @schema@.attempts t WHERE t.run_id = $1),
-    'receipts', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.key) FROM @schema@.receipts t WHERE t.run_id = $1),
+    'waits', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.key) FROM @schema@.waits t WHERE t.run_id = $1),
     'lanes', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.lanes t WHERE t.run_id = $1),
     'cancellations', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.request_id)
                         FROM @schema@.cancellations t WHERE t.run_id = $1),
@@ -140,7 +140,7 @@ async def clear_away(kernel: Kernel, subject: Subject) -> None:
         "runs",
         "facts",
         "attempts",
-        "receipts",
+        "waits",
         "lanes",
         "cancellations",
         "ledger_runs",
