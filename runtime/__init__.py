@@ -9,6 +9,7 @@ from runtime import _names
 _names.check()
 
 from runtime.api import Runtime  # noqa: E402 - the check comes first
+from runtime.client import Client  # noqa: E402
 from runtime.codec import JsonCodec  # noqa: E402
 from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.context import Context, SyncContext  # noqa: E402
@@ -39,6 +40,7 @@ from sql.types import CancelOutcome, Delivery, Fact, Lane, RunStatus  # noqa: E4
 
 __all__ = [
     "CancelOutcome",
+    "Client",
     "ConfigError",
     "Context",
     "DatabaseError",

@@ -1,7 +1,7 @@
 """The public API: ``Runtime`` and its verbs.
 
-Owns the life of a runtime inside a host program and the translation between its verbs and the actors' messages. It
-never talks to the database itself.
+Owns the verbs, the life of a runtime inside a host program, and what both mean to their callers. It never talks to the
+database itself: a link carries what a verb asks for.
 """
 
 from __future__ import annotations
@@ -19,27 +19,33 @@ from typing import Any
 import attrs
 import trio
 
-from actors.admission import Admission
-from actors.control import CancelRequest
-from actors.core import EscalatedActor, Reply, bounded_cleanup, leaves
+from actors.core import EscalatedActor, bounded_cleanup, leaves
 from runtime import host as composition
 from runtime import ids
 from runtime.codec import JsonCodec, preview
 from runtime.config import RuntimeConfig
 from runtime.embedded import embedded_server
-from runtime.handle import Door, Handle
+from runtime.handle import Handle, check_timeout, output_of
 from runtime.ledger import Ledger
+from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.submit import Submit, check_admitted, check_play_name
 from sql import facts, status
 from sql.control import Cancellation
-from sql.errors import HostFailed, HostStopping, InputRefused, OutcomeUnknown, RunlaneError, RunNotFound
-from sql.status import AttemptRecord, Terminal
+from sql.errors import (
+    HostFailed,
+    HostStopping,
+    InputRefused,
+    OutcomeUnknown,
+    ResultTimeout,
+    RunlaneError,
+    RunNotFound,
+)
+from sql.status import AttemptRecord
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Fact, RunStatus
 
 log = logging.getLogger("runlane.host")
 
-_CHUNK = 500
 _MOST_LISTED = 1_000
 _HEALTH_GRACE_S = 1.0
 
@@ -70,22 +76,189 @@ def _consequence(error: BaseException) -> bool:
     return all(isinstance(leaf, (HostStopping, OutcomeUnknown, trio.Cancelled)) for leaf in leaves(error))
 
 
-class Runtime:
-    """A host of plays and a client of its schema. Made by ``Runtime.open``.
+class Verbs:
+    """What a client can ask of a schema, whoever carries the calls: the verbs of ``Runtime`` and of ``Client``.
 
     All verbs raise ``OutcomeUnknown`` when the database gave no answer within ``operation_timeout_s``: what was asked
     may have happened, and asking again is safe. They raise ``HostStopping`` once the runtime stops.
     """
 
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._config = link.config
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The settings in force, the embedded server's DSN included."""
+        return self._config
+
+    # --- verbs ---------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        play: Play | str,
+        input: Any = None,
+        *,
+        run_id: str | None = None,
+        idempotency_key: str | None = None,
+        org_id: str | None = None,
+        priority: int = 0,
+        delay: float | None = None,
+        at: datetime | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Handle:
+        """Admit a run, durably, and return its handle.
+
+        ``play`` may be another host's, by name. ``run_id`` (default: a new one) and ``idempotency_key`` (per
+        organisation and play) make the call safe to repeat: the same play and input give the existing run.
+        ``priority`` is from -2 to 2, higher first. ``delay`` (seconds) or ``at`` (a moment with a time zone) say when
+        it is due. ``labels`` are for finding runs.
+
+        Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, or IdempotencyConflict.
+        """
+        item = Submit(
+            play=play,
+            input=input,
+            run_id=run_id,
+            idempotency_key=idempotency_key,
+            org_id=org_id,
+            priority=priority,
+            delay=delay,
+            at=at,
+            labels=labels,
+        )
+        (handle,) = await self.submit_many([item])
+        return handle
+
+    async def submit_many(self, items: Iterable[Submit | tuple[Play | str, Any]]) -> list[Handle]:
+        """Admit many runs in few round trips; handles in the same order.
+
+        Each item is a ``Submit`` or a pair of play and input. All are checked before the first is admitted. Chunks are
+        admitted on their own: when one item is refused by the database, the error is raised after the others are in.
+        """
+        asked = [item if isinstance(item, Submit) else Submit(*_pair(item)) for item in items]
+        prepared = [await self._link.submissions.prepare(item) for item in asked]
+        answers = await self._link.admit(prepared)
+        for item, answer in zip(prepared, answers, strict=True):
+            check_admitted(item, answer)
+        return [Handle(answer.run_id, self, created=answer.created) for answer in answers]
+
+    def handle(self, run_id: str) -> Handle:
+        """A handle of any run of this schema, from any process. Asks nothing yet."""
+        return Handle(ids.check_run_id(run_id), self)
+
+    async def result(self, run_id: str, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109 - part of the API
+        """The run's output, once it has ended.
+
+        Raises RunFailed or RunCancelled when it ended so, RunNotFound, or ResultTimeout when ``timeout`` seconds
+        passed first; the run then goes on. Raises HostStopping when the runtime stops first.
+        """
+        limit_s = check_timeout(timeout)
+        terminal = await self._link.ended(ids.check_run_id(run_id), limit_s)
+        if terminal is None:
+            raise ResultTimeout(f"run {run_id} has not ended within {limit_s:g} s; it goes on")
+        return output_of(terminal)
+
+    async def status(self, run_id: str) -> RunStatus:
+        """What is now. Raises RunNotFound."""
+        ids.check_run_id(run_id)
+        found = await self._ask(lambda session: status.read_runs(session, [run_id]))
+        if run_id not in found:
+            raise RunNotFound(run_id)
+        answer: RunStatus = found[run_id]
+        return answer
+
+    async def facts(self, run_id: str) -> list[Fact]:
+        """The run's log in order: the lifecycle lane, then what it has logged. Raises RunNotFound."""
+        ids.check_run_id(run_id)
+        found: list[Fact] = await self._ask(lambda session: facts.read(session, run_id))
+        if not found:
+            raise RunNotFound(run_id)
+        return found
+
+    async def attempts(self, run_id: str) -> Sequence[AttemptRecord]:
+        """The attempts of a run that have ended, oldest first. Raises RunNotFound."""
+        ids.check_run_id(run_id)
+        found: Sequence[AttemptRecord] = await self._ask(
+            lambda session: status.read_attempts(session, run_id)
+        )
+        if not found:
+            await self.status(run_id)
+        return found
+
+    async def runs(
+        self,
+        *,
+        status: str | None = None,
+        play: str | None = None,
+        org_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> list[RunStatus]:
+        """One page of runs that match, newest run id first. ``after``: the last run id of the page before."""
+        return await self._list(status, play, org_id, labels, limit, after)
+
+    async def cancel(self, run_id: str, *, reason: str | None = None, by: str | None = None) -> CancelOutcome:
+        """End a run as cancelled, whatever it is doing, and say who won. Raises RunNotFound.
+
+        The run's attempt loses its fence at once; its play sees a cancellation. Where somebody else holds the run's
+        row, the request is recorded and the outcome is ``pending``.
+        """
+        ids.check_run_id(run_id)
+        item = Cancellation(run_id, uuid.uuid4().hex, _text("reason", reason), _text("by", by))
+        answer = (await self._link.cancel(item)).answer
+        if answer == "missing":
+            raise RunNotFound(run_id)
+        return CancelOutcome(answer == "cancelled", answer.removesuffix("_before"))
+
+    # --- inside --------------------------------------------------------------------------------------
+
+    async def _list(
+        self,
+        wanted: str | None,
+        play: str | None,
+        org_id: str | None,
+        labels: Mapping[str, str] | None,
+        limit: int,
+        after: str | None,
+    ) -> list[RunStatus]:
+        known = OPEN_STATUSES | TERMINAL_STATUSES
+        if wanted is not None and not (isinstance(wanted, str) and wanted in known):
+            raise InputRefused("status", f"must be one of {', '.join(sorted(known))}, not {preview(wanted)}")
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= _MOST_LISTED:
+            raise InputRefused("limit", f"must be a whole number from 1 to {_MOST_LISTED}, not {limit!r}")
+        if after is not None:
+            ids.check_run_id(after)
+        if play is not None:
+            check_play_name(play)
+        ids.check_org_id(org_id)
+        checked = ids.check_labels(labels)
+        text = None
+        if checked:
+            text = JsonCodec().encode(checked, what="labels", limit_bytes=65_536, max_depth=2)
+        found: list[RunStatus] = await self._ask(
+            lambda session: status.list_runs(
+                session, status=wanted, play=play, org_id=org_id, labels=text, limit=limit, after=after
+            )
+        )
+        return found
+
+    async def _ask(self, read: Any) -> Any:
+        return await self._link.ask(read)
+
+
+class Runtime(Verbs):
+    """A host of plays and a client of its schema. Made by ``Runtime.open``."""
+
     def __init__(self, host: composition.Host) -> None:
+        super().__init__(ActorLink(host))
         self._host = host
-        self._config = host.config
         self._course = _Course()
         self._stopped = trio.Event()
         self._signals = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
         self._health_port: int | None = None
-        self._door = Door(self._wait, host.waiters.discard, self.status, self._cancel)
 
     # --- opening and closing -------------------------------------------------------------------------
 
@@ -106,12 +279,27 @@ class Runtime:
 
         At the end, running plays get ``grace_s``; then every lease is handed back within ``release_budget_s``.
         """
+        async with cls._opened(config, plays, ledger, codec, deploy=True) as runtime:
+            yield runtime
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def _opened(
+        cls,
+        config: RuntimeConfig | None,
+        plays: Iterable[Play],
+        ledger: Ledger | None,
+        codec: JsonCodec | None,
+        *,
+        deploy: bool,
+    ) -> AsyncIterator[Runtime]:
         config = RuntimeConfig.from_env() if config is None else config
         registered = index_plays(plays)
         async with contextlib.AsyncExitStack() as stack:
             if config.dsn is None:
                 config = attrs.evolve(config, dsn=await _embedded(stack, config))
-            runtime = cls(await composition.compose(config, registered, ledger, codec or JsonCodec()))
+            host = await composition.compose(config, registered, ledger, codec or JsonCodec(), deploy=deploy)
+            runtime = cls(host)
             async with trio.open_nursery() as nursery:
                 await runtime._start(nursery)
                 try:
@@ -216,11 +404,6 @@ class Runtime:
     # --- what this host is ---------------------------------------------------------------------------
 
     @property
-    def config(self) -> RuntimeConfig:
-        """The settings in force, the embedded server's DSN included."""
-        return self._config
-
-    @property
     def host_id(self) -> str:
         """This host's identity, fresh at each start."""
         return str(self._host.identity["host"])
@@ -238,172 +421,6 @@ class Runtime:
     def readiness(self) -> Mapping[str, Any]:
         """What ``/readyz`` answers."""
         return self._host.view.readiness()
-
-    # --- verbs ---------------------------------------------------------------------------------------
-
-    async def submit(
-        self,
-        play: Play | str,
-        input: Any = None,
-        *,
-        run_id: str | None = None,
-        idempotency_key: str | None = None,
-        org_id: str | None = None,
-        priority: int = 0,
-        delay: float | None = None,
-        at: datetime | None = None,
-        labels: Mapping[str, str] | None = None,
-    ) -> Handle:
-        """Admit a run, durably, and return its handle.
-
-        ``play`` may be another host's, by name. ``run_id`` (default: a new one) and ``idempotency_key`` (per
-        organisation and play) make the call safe to repeat: the same play and input give the existing run.
-        ``priority`` is from -2 to 2, higher first. ``delay`` (seconds) or ``at`` (a moment with a time zone) say when
-        it is due. ``labels`` are for finding runs.
-
-        Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, or IdempotencyConflict.
-        """
-        item = Submit(
-            play=play,
-            input=input,
-            run_id=run_id,
-            idempotency_key=idempotency_key,
-            org_id=org_id,
-            priority=priority,
-            delay=delay,
-            at=at,
-            labels=labels,
-        )
-        (handle,) = await self.submit_many([item])
-        return handle
-
-    async def submit_many(self, items: Iterable[Submit | tuple[Play | str, Any]]) -> list[Handle]:
-        """Admit many runs in few round trips; handles in the same order.
-
-        Each item is a ``Submit`` or a pair of play and input. All are checked before the first is admitted. Chunks are
-        admitted on their own: when one item is refused by the database, the error is raised after the others are in.
-        """
-        asked = [item if isinstance(item, Submit) else Submit(*_pair(item)) for item in items]
-        prepared = [await self._host.submissions.prepare(item) for item in asked]
-        deadline = trio.current_time() + self._config.operation_timeout_s
-        messages = [
-            Admission(prepared[start : start + _CHUNK], deadline) for start in range(0, len(prepared), _CHUNK)
-        ]
-        await composition.send_by(deadline, self._host.admissions, *messages)
-        handles: list[Handle] = []
-        for message in messages:
-            # A little later than the actor's own deadline, whose error says more.
-            answers = await message.reply.wait(deadline - trio.current_time() + 1.0)
-            for item, answer in zip(message.items, answers, strict=True):
-                check_admitted(item, answer)
-                handles.append(Handle(answer.run_id, self._door, created=answer.created))
-        return handles
-
-    def handle(self, run_id: str) -> Handle:
-        """A handle of any run of this schema, from any process. Asks nothing yet."""
-        return Handle(ids.check_run_id(run_id), self._door)
-
-    async def status(self, run_id: str) -> RunStatus:
-        """What is now. Raises RunNotFound."""
-        ids.check_run_id(run_id)
-        found = await self._ask(lambda session: status.read_runs(session, [run_id]))
-        if run_id not in found:
-            raise RunNotFound(run_id)
-        answer: RunStatus = found[run_id]
-        return answer
-
-    async def facts(self, run_id: str) -> list[Fact]:
-        """The run's log in order: the lifecycle lane, then what it has logged. Raises RunNotFound."""
-        ids.check_run_id(run_id)
-        found: list[Fact] = await self._ask(lambda session: facts.read(session, run_id))
-        if not found:
-            raise RunNotFound(run_id)
-        return found
-
-    async def attempts(self, run_id: str) -> Sequence[AttemptRecord]:
-        """The attempts of a run that have ended, oldest first. Raises RunNotFound."""
-        ids.check_run_id(run_id)
-        found: Sequence[AttemptRecord] = await self._ask(
-            lambda session: status.read_attempts(session, run_id)
-        )
-        if not found:
-            await self.status(run_id)
-        return found
-
-    async def runs(
-        self,
-        *,
-        status: str | None = None,
-        play: str | None = None,
-        org_id: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        limit: int = 100,
-        after: str | None = None,
-    ) -> list[RunStatus]:
-        """One page of runs that match, newest run id first. ``after``: the last run id of the page before."""
-        return await self._list(status, play, org_id, labels, limit, after)
-
-    async def cancel(self, run_id: str, *, reason: str | None = None, by: str | None = None) -> CancelOutcome:
-        """End a run as cancelled, whatever it is doing, and say who won. Raises RunNotFound.
-
-        The run's attempt loses its fence at once; its play sees a cancellation. Where somebody else holds the run's
-        row, the request is recorded and the outcome is ``pending``.
-        """
-        ids.check_run_id(run_id)
-        request = CancelRequest(
-            Cancellation(run_id, uuid.uuid4().hex, _text("reason", reason), _text("by", by))
-        )
-        deadline = trio.current_time() + self._config.operation_timeout_s
-        await composition.send_by(deadline, self._host.cancellations, request)
-        answer = (await request.reply.wait(deadline - trio.current_time())).answer
-        if answer == "missing":
-            raise RunNotFound(run_id)
-        return CancelOutcome(answer == "cancelled", answer.removesuffix("_before"))
-
-    # --- inside --------------------------------------------------------------------------------------
-
-    async def _list(
-        self,
-        wanted: str | None,
-        play: str | None,
-        org_id: str | None,
-        labels: Mapping[str, str] | None,
-        limit: int,
-        after: str | None,
-    ) -> list[RunStatus]:
-        known = OPEN_STATUSES | TERMINAL_STATUSES
-        if wanted is not None and not (isinstance(wanted, str) and wanted in known):
-            raise InputRefused("status", f"must be one of {', '.join(sorted(known))}, not {preview(wanted)}")
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= _MOST_LISTED:
-            raise InputRefused("limit", f"must be a whole number from 1 to {_MOST_LISTED}, not {limit!r}")
-        if after is not None:
-            ids.check_run_id(after)
-        if play is not None:
-            check_play_name(play)
-        ids.check_org_id(org_id)
-        checked = ids.check_labels(labels)
-        text = None
-        if checked:
-            text = JsonCodec().encode(checked, what="labels", limit_bytes=65_536, max_depth=2)
-        found: list[RunStatus] = await self._ask(
-            lambda session: status.list_runs(
-                session, status=wanted, play=play, org_id=org_id, labels=text, limit=limit, after=after
-            )
-        )
-        return found
-
-    async def _ask(self, read: Any) -> Any:
-        return await composition.ask(self._host.queries, read, self._config.operation_timeout_s)
-
-    async def _cancel(self, run_id: str, reason: str | None) -> CancelOutcome:
-        return await self.cancel(run_id, reason=reason)
-
-    def _wait(self, run_id: str) -> Reply[Terminal]:
-        running_here = self._host.attempts.get(run_id) is not None
-        reply = self._host.waiters.add(run_id, running_here=running_here)
-        if not running_here:
-            self._host.hints.wake_watch.set()
-        return reply
 
 
 class _Once:

@@ -7,36 +7,37 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
-import attrs
-import trio
-
-from actors.core import Reply
 from runtime.codec import preview
-from sql.errors import InputRefused, ResultTimeout, RunCancelled, RunFailed, RunNotFound
+from sql.errors import InputRefused, RunCancelled, RunFailed, RunNotFound
 from sql.status import Terminal
 from sql.types import CancelOutcome, RunStatus
 
 
-@attrs.frozen
-class Door:
-    """What a handle needs of its runtime."""
+class RunVerbs(Protocol):
+    """What a handle asks of the runtime or client that gave it."""
 
-    wait: Callable[[str], Reply[Terminal]]
-    forget: Callable[[str, Reply[Terminal]], None]
-    status: Callable[[str], Awaitable[RunStatus]]
-    cancel: Callable[[str, str | None], Awaitable[CancelOutcome]]
+    async def result(self, run_id: str, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109 - part of the API
+        """The run's output, once it has ended."""
+        ...
+
+    async def status(self, run_id: str) -> RunStatus:
+        """What is now."""
+        ...
+
+    async def cancel(self, run_id: str, *, reason: str | None = None) -> CancelOutcome:
+        """End the run as cancelled."""
+        ...
 
 
 class Handle:
     """Refers to a run by its id. ``created`` says whether the submit that gave it made the run (None: unknown)."""
 
-    def __init__(self, run_id: str, door: Door, *, created: bool | None = None) -> None:
+    def __init__(self, run_id: str, verbs: RunVerbs, *, created: bool | None = None) -> None:
         self.run_id = run_id
         self.created = created
-        self._door = door
+        self._verbs = verbs
 
     def __repr__(self) -> str:
         return f"<Handle run={self.run_id}>"
@@ -47,25 +48,19 @@ class Handle:
         Raises RunFailed or RunCancelled when it ended so, RunNotFound, or ResultTimeout when ``timeout`` seconds
         passed first; the run then goes on. Raises HostStopping when the runtime stops first.
         """
-        limit_s = _checked_timeout(timeout)
-        reply = self._door.wait(self.run_id)
-        try:
-            with trio.move_on_after(limit_s):
-                return output_of(await reply.wait())
-        finally:
-            self._door.forget(self.run_id, reply)
-        raise ResultTimeout(f"run {self.run_id} has not ended within {limit_s:g} s; it goes on")
+        return await self._verbs.result(self.run_id, timeout=timeout)
 
     async def status(self) -> RunStatus:
         """What is now. Raises RunNotFound."""
-        return await self._door.status(self.run_id)
+        return await self._verbs.status(self.run_id)
 
     async def cancel(self, *, reason: str | None = None) -> CancelOutcome:
         """End the run as cancelled, and say who won."""
-        return await self._door.cancel(self.run_id, reason)
+        return await self._verbs.cancel(self.run_id, reason=reason)
 
 
-def _checked_timeout(timeout: Any) -> float:
+def check_timeout(timeout: Any) -> float:
+    """Seconds to wait for an end; infinite for None. Raises InputRefused."""
     if timeout is None:
         return math.inf
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:

@@ -22,7 +22,7 @@ from actors.admission import Admission, Admit
 from actors.attempts import Attempt, Attempts
 from actors.claim import Claim
 from actors.control import CancelRequest, Control
-from actors.core import Actor, ChildSpec, Mailbox, Reply, Supervisor
+from actors.core import Actor, ChildSpec, Mailbox, Reply, Supervisor, Together
 from actors.delivery import Turn
 from actors.executors import Executors
 from actors.facts import Facts
@@ -88,13 +88,21 @@ class Host:
 
 
 async def compose(
-    config: RuntimeConfig, plays: Mapping[str, Play], ledger: Ledger | None, codec: JsonCodec
+    config: RuntimeConfig,
+    plays: Mapping[str, Play],
+    ledger: Ledger | None,
+    codec: JsonCodec,
+    *,
+    deploy: bool = True,
 ) -> Host:
-    """Make sure of the schema, register this host, and put its actors together. Starts nothing."""
+    """Make sure of the schema, register this host, and put its actors together. Starts nothing.
+
+    ``deploy`` brings the schema up to date; without it one that is not raises SchemaNotReady.
+    """
     owner = secrets.randbits(62) + 1
     identity = _identity(config, owner, plays)
     options = session_options(config)
-    buckets = await _register(options, config, plays, identity)
+    buckets = await _register(options, config, plays, identity, deploy)
     return _Composition(config, plays, codec, owner, options, buckets).host(identity, ledger)
 
 
@@ -161,15 +169,22 @@ class _Composition:
 
     def host(self, identity: Mapping[str, Any], ledger: Ledger | None) -> Host:
         """The host. Actors start in this order and stop in the reverse: new work first, leases late, ears last."""
-        children = self._senses()
-        if self.plays:
-            children += self._custody()
+        children = [
+            _child("watchdog", self.watchdog, stop=_nothing),
+            _child("listener", self.listener, stop=self.hints.to_send.set),
+        ]
         if self.plays or ledger is not None:
+            children.append(_child("watch", self._watch(), self.queries))
+            if self.plays:
+                children += self._custody()
             children += self._delivery(ledger or PostgresLedger())
-        children += self._control()
-        if self.plays:
-            children += self._work()
-        children += self._admission()
+            children.append(_child("control", self._control(), self.cancellations))
+            if self.plays:
+                children += self._work()
+            children.append(_child("admission", self._admission(), self.admissions))
+        else:
+            desk = Together(self.options, [self._watch(), self._control(), self._admission()])
+            children.append(_child("client", desk, self.admissions, self.cancellations, self.queries))
         supervisor = Supervisor(children, stop_budget_s=self.config.shutdown_budget_s)
         view = View(
             identity,
@@ -199,13 +214,8 @@ class _Composition:
 
     # --- groups of actors, in start order --------------------------------------------------------------
 
-    def _senses(self) -> list[ChildSpec]:
-        watch = Watch(self.options, self.queries, self.waiters, ended=self.hints.terminals)
-        return [
-            _child("watchdog", self.watchdog, stop=_nothing),
-            _child("listener", self.listener, stop=self.hints.to_send.set),
-            _child("watch", watch, self.queries),
-        ]
+    def _watch(self) -> Watch:
+        return Watch(self.options, self.queries, self.waiters, ended=self.hints.terminals)
 
     def _custody(self) -> list[ChildSpec]:
         config, hints = self.config, self.hints
@@ -273,9 +283,8 @@ class _Composition:
         children.append(_child("outbox", outbox, stop=hints.wake_outbox.set))
         return children
 
-    def _control(self) -> list[ChildSpec]:
-        control = Control(self.options, self.cancellations, self.attempts, self.hints, owner=self.owner)
-        return [_child("control", control, self.cancellations)]
+    def _control(self) -> Control:
+        return Control(self.options, self.cancellations, self.attempts, self.hints, owner=self.owner)
 
     def _work(self) -> list[ChildSpec]:
         config = self.config
@@ -300,8 +309,8 @@ class _Composition:
             _child("claim", self.claim, stop=self.hints.wake_claim.set),
         ]
 
-    def _admission(self) -> list[ChildSpec]:
-        admit = Admit(
+    def _admission(self) -> Admit:
+        return Admit(
             self.options,
             self.admissions,
             self.attempts,
@@ -314,7 +323,6 @@ class _Composition:
             hosted=self.plays.__contains__,
             caught_up=lambda: self.claim.caught_up,
         )
-        return [_child("admission", admit, self.admissions)]
 
     def _listener(self) -> Listener:
         config = self.config
@@ -418,11 +426,18 @@ def _identity(config: RuntimeConfig, owner: int, plays: Mapping[str, Play]) -> d
 
 
 async def _register(
-    options: SessionOptions, config: RuntimeConfig, plays: Mapping[str, Play], identity: Mapping[str, Any]
+    options: SessionOptions,
+    config: RuntimeConfig,
+    plays: Mapping[str, Play],
+    identity: Mapping[str, Any],
+    deploy: bool,
 ) -> dict[str, dict[int, int]]:
     """Bring the schema up to date and make the host known. The buckets of its plays, by priority."""
     async with open_session(options, "deployment") as session:
-        await deployment.ensure(session)
+        if deploy:
+            await deployment.ensure(session)
+        else:
+            await deployment.require(session)
         if not plays:
             return {}
         await admission.register_host(

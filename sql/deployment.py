@@ -82,6 +82,15 @@ async def check(session: Session) -> Readiness:
     return Readiness(not missing, tuple(missing))
 
 
+async def require(session: Session) -> None:
+    """Raise ``SchemaNotReady`` unless the schema has the shape that this version needs. Changes nothing."""
+    readiness = await check(session)
+    if not readiness.ready:
+        raise SchemaNotReady(
+            f"{readiness.problem(session.options.schema)}; `runlane migrate` builds what is missing"
+        )
+
+
 async def ensure(session: Session) -> bool:
     """Bring the schema up to this version and return whether anything was changed.
 

@@ -14,6 +14,7 @@ from actors.core.groups import hidden_by, leaves, only
 from actors.core.health import ActorHealth
 from actors.core.mailbox import EndOfMailbox, Mailbox, Reply
 from actors.core.probes import Probe
+from actors.core.shared import Together
 from actors.core.supervisor import Actor, ActorEnded, ChildSpec, EscalatedActor, Life, Supervisor
 from actors.core.wake import WakeFlag
 
@@ -33,6 +34,7 @@ __all__ = [
     "Probe",
     "Reply",
     "Supervisor",
+    "Together",
     "WakeFlag",
     "bounded_cleanup",
     "check_nested",
