@@ -1,13 +1,13 @@
 """Settle: endings of attempts become facts, in groups.
 
-Owns the group commit of terminals, retries, parks and releases, and who hears of them. It never chooses an outcome, and
-it never gives up an ending while its lease may live.
+Owns the group commit of terminals, retries, deferrals, parks and releases, and who hears of them. It never chooses an
+outcome, and it never gives up an ending while its lease may live.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
@@ -80,12 +80,17 @@ class Settle:
         replaced: list[Settlement] = []
 
         async def commit(items: Sequence[Settlement]) -> None:
-            verb = door.park if items[0].outcome == "parked" else door.settle
+            verb = _verb(items[0])
             with self._portion.adapt():
                 answers = await verb(session, items)
             for item, answer in zip(items, answers, strict=True):
                 if answer.answer == "busy":
                     busy.append(item)
+                elif answer.answer == "over":
+                    # The same item, which stays in flight: its run ends through a fenced failure like any other.
+                    log.warning("event=outage_over run=%s since=%s", item.run_id, answer.outage_at)
+                    item.outcome, item.payload, item.outage_max_s = "failed", item.overdue, None
+                    replaced.append(item)
                 else:
                     self._answered(item, answer)
 
@@ -103,10 +108,9 @@ class Settle:
             item.outcome, item.payload, item.replaced = other.outcome, other.payload, True
             replaced.append(item)
 
-        parked = [item for item in batch if item.outcome == "parked"]
-        others = [item for item in batch if item.outcome != "parked"]
-        await commit_in_groups(others, commit, fail=refuse)
-        await commit_in_groups(parked, commit, fail=refuse)
+        for verb in (door.settle, door.defer, door.park):
+            group = [item for item in batch if _verb(item) is verb]
+            await commit_in_groups(group, commit, fail=refuse)
         self._tell(batch)
         return busy + replaced
 
@@ -136,3 +140,9 @@ class Settle:
             self._hints.runs.set()
         if "released" in outcomes:
             self._hints.elsewhere("runs")
+
+
+def _verb(item: Settlement) -> Callable[[Session, Sequence[Settlement]], Awaitable[list[door.Settled]]]:
+    if item.outcome == "parked":
+        return door.park
+    return door.settle if item.outage_max_s is None else door.defer

@@ -20,8 +20,12 @@ from runtime.plays import Play, play  # noqa: E402
 from runtime.postgres_ledger import PostgresLedger  # noqa: E402
 from runtime.submit import Submit  # noqa: E402
 from sql.errors import (  # noqa: E402
+    CapacityUnavailable,
     ConfigError,
     DatabaseError,
+    Deferral,
+    DependencyUnavailable,
+    Fatal,
     HostFailed,
     HostStopping,
     IdempotencyConflict,
@@ -30,6 +34,7 @@ from sql.errors import (  # noqa: E402
     OutcomeUnknown,
     PayloadRefused,
     ResultTimeout,
+    Retry,
     RunCancelled,
     RunFailed,
     RunlaneError,
@@ -40,12 +45,16 @@ from sql.types import CancelOutcome, Delivery, Fact, Lane, RunStatus  # noqa: E4
 
 __all__ = [
     "CancelOutcome",
+    "CapacityUnavailable",
     "Client",
     "ConfigError",
     "Context",
     "DatabaseError",
+    "Deferral",
     "Delivery",
+    "DependencyUnavailable",
     "Fact",
+    "Fatal",
     "Handle",
     "HostFailed",
     "HostStopping",
@@ -64,6 +73,7 @@ __all__ = [
     "PlayTimedOut",
     "PostgresLedger",
     "ResultTimeout",
+    "Retry",
     "RunCancelled",
     "RunFailed",
     "RunNotFound",

@@ -138,6 +138,8 @@ class RuntimeConfig:
     renew_every_s: float = attrs.field(default=20.0, validator=_seconds())
     crash_cap: int = attrs.field(default=5, validator=_whole(1, 1_000))
     """Leases of one run that may expire before it fails, where its play does not say."""
+    outage_max_s: float = attrs.field(default=900.0, validator=_seconds(30 * _DAY_S))
+    """How long the outage of a dependency may defer a run before it fails, where its play does not say."""
     park_after_s: float = attrs.field(default=0.5, validator=_seconds(zero=True))
     """A sleep up to this long keeps its slot instead of parking."""
     flush_ms: int = attrs.field(default=250, validator=_whole(1, 60_000))

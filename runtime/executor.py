@@ -1,7 +1,7 @@
 """The executor: runs the play of one attempt and turns what happens into an ending.
 
-Owns the rules from a play's return, error, park or cancellation to the settlement of its attempt. It never writes to
-the database: endings go to settle.
+Owns the rules from a play's return, error, park or cancellation to the settlement of its attempt; what an error means
+is ``retries``'s. It never writes to the database: endings go to settle.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import trio
 from actors.attempts import Attempt, Why
 from actors.core import leaves
 from actors.executors import released
-from runtime.codec import JsonCodec, error_record
+from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.context import Context, SyncContext
 from runtime.plays import Play
-from sql.errors import ItemFault, PayloadRefused, RunlaneError
+from runtime.retries import judge
+from sql.errors import ItemFault, RunlaneError
 from sql.settle import Settlement
 
 log = logging.getLogger("runlane.executor")
@@ -154,22 +155,20 @@ class Executor:
         )
 
     def _failed(self, play: Play, attempt: Attempt, failure: BaseException) -> Settlement:
-        failures = attempt.claimed.failures
-        payload = json.dumps({"error": error_record(failure), "failures": failures + 1})
-        final = failures >= play.retries or isinstance(failure, PayloadRefused)
+        verdict = judge(play, failure, attempt.claimed.failures, outage_max_s=self._config.outage_max_s)
         log.info(
-            "event=attempt_failed run=%s play=%s attempt=%d final=%s error=%s",
+            "event=attempt_failed run=%s play=%s attempt=%d outcome=%s error=%s",
             attempt.run_id,
             play.name,
             attempt.attempt,
-            str(final).lower(),
+            verdict.outcome,
             type(failure).__name__,
         )
-        if final:
-            return self._settlement(attempt, "failed", payload)
-        # The exponent is capped: a float overflows long after backoff_max_s is reached.
-        delay_s = min(play.backoff_max_s, play.backoff_s * play.backoff_factor ** min(failures, 64))
-        return self._settlement(attempt, "retried", payload, delay_s=delay_s)
+        return attrs.evolve(
+            self._settlement(attempt, verdict.outcome, verdict.payload, delay_s=verdict.delay_s),
+            outage_max_s=verdict.outage_max_s,
+            overdue=verdict.overdue,
+        )
 
     def _settlement(
         self, attempt: Attempt, outcome: str, payload: str = "{}", *, delay_s: float = 0.0, waits: str = "[]"
@@ -182,7 +181,7 @@ class Executor:
             payload,
             delay_s,
             waits,
-            attempt.claimed.play,
+            play=attempt.claimed.play,
         )
 
     async def _store(self, attempt: Attempt) -> None:

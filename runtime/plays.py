@@ -32,8 +32,10 @@ class Play:
 
     ``is_sync``: a plain ``def``, to be run in a thread. ``takes_input``: ``(ctx, data)`` rather than
     ``(ctx)``. ``retries`` counts failures after the first try; retry *n* waits
-    ``backoff_s * backoff_factor ** (n - 1)`` seconds, at most ``backoff_max_s``. ``timeout_s`` limits the
-    running time of one attempt, parks excluded. ``crash_cap`` overrides the host's cap of expired leases.
+    ``backoff_s * backoff_factor ** (n - 1)`` seconds, at most ``backoff_max_s``, less a random part of up to
+    ``backoff_jitter`` of it. Errors of the types ``final`` are not tried again. ``timeout_s`` limits the running
+    time of one attempt, parks excluded. ``outage_max_s`` limits for how long the outage of a dependency defers a run,
+    ``crash_cap`` how many of its leases may expire; None is the host's setting.
     ``input_type`` and ``output_type`` are set where the annotation is an attrs, dataclass or pydantic class.
     """
 
@@ -45,7 +47,10 @@ class Play:
     backoff_s: float = 1.0
     backoff_factor: float = 2.0
     backoff_max_s: float = 300.0
+    backoff_jitter: float = 0.5
+    final: tuple[type[Exception], ...] = ()
     timeout_s: float | None = None
+    outage_max_s: float | None = None
     crash_cap: int | None = None
     input_type: type | None = None
     output_type: type | None = None
@@ -62,7 +67,10 @@ def play(
     backoff_s: float = 1.0,
     backoff_factor: float = 2.0,
     backoff_max_s: float = 300.0,
+    backoff_jitter: float = 0.5,
+    final: type[Exception] | tuple[type[Exception], ...] = (),
     timeout_s: float | None = None,
+    outage_max_s: float | None = None,
     crash_cap: int | None = None,
 ) -> Callable[[Callable[..., Any]], Play]:
     """Register a function as a play: ``@play("audit", retries=3)``.
@@ -80,6 +88,9 @@ def play(
         "backoff_s": _number(name, "backoff_s", backoff_s, 0.0),
         "backoff_factor": _number(name, "backoff_factor", backoff_factor, 1.0),
         "backoff_max_s": _number(name, "backoff_max_s", backoff_max_s, 0.0),
+        "backoff_jitter": _number(name, "backoff_jitter", backoff_jitter, 0.0, 1.0),
+        "final": _errors(name, final),
+        "outage_max_s": None if outage_max_s is None else _number(name, "outage_max_s", outage_max_s, 0.0),
         "timeout_s": None if timeout_s is None else _number(name, "timeout_s", timeout_s, 0.0),
         "crash_cap": None if crash_cap is None else _whole(name, "crash_cap", crash_cap, 1),
     }
@@ -113,12 +124,21 @@ def _whole(name: str, option: str, value: Any, least: int) -> int:
     return value
 
 
-def _number(name: str, option: str, value: Any, least: float) -> float:
+def _number(name: str, option: str, value: Any, least: float, most: float = 1e9) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value <= 1e9 or not math.isfinite(value):
-        allowed = f"a number from {least:g} to 1e9"
+    if not number or not least <= value <= most or not math.isfinite(value):
+        allowed = f"a number from {least:g} to {'1e9' if most == 1e9 else format(most, 'g')}"
         raise InvalidPlay(f"play {name!r}: {option} must be {allowed}, not {preview(value)}")
     return float(value)
+
+
+def _errors(name: str, final: Any) -> tuple[type[Exception], ...]:
+    kinds = final if isinstance(final, tuple) else (final,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            allowed = "a class of exceptions, or a tuple of them"
+            raise InvalidPlay(f"play {name!r}: final must be {allowed}, not {preview(kind)}")
+    return kinds
 
 
 def _build(name: str, fn: Callable[..., Any], options: dict[str, Any]) -> Play:

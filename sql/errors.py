@@ -104,6 +104,68 @@ class ResultTimeout(RunlaneError):
     """``handle.result(timeout=…)`` ended before the run did; the run goes on."""
 
 
+# --- what a play may raise to say what becomes of its run ------------------------------------------------
+
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.1, 2_592_000.0
+
+
+def _wait_s(field: str, value: float) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not _LEAST_WAIT_S <= value <= _MOST_WAIT_S:
+        allowed = f"a number of seconds from {_LEAST_WAIT_S:g} to {_MOST_WAIT_S:.0f} (30 days)"
+        raise InputRefused(field, f"must be {allowed}, not {value!r:.40}")
+    return float(value)
+
+
+class Fatal(RunlaneError):
+    """Raised by a play: the run fails now, whatever retries are left. ``raise Fatal("no such account") from exc``."""
+
+
+class Retry(RunlaneError):
+    """Raised by a play: this attempt has failed, which costs a retry; the next one begins after ``after`` seconds.
+
+    Without ``after`` the play's own backoff decides, as for every other error.
+    """
+
+    def __init__(
+        self, reason: str = "the play asked to be tried again", *, after: float | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.after = None if after is None else _wait_s("after", after)
+
+
+class Deferral(RunlaneError):
+    """Raised by a play: the attempt goes back to the queue for ``retry_after`` seconds and costs neither a retry nor a
+    crash. Base of ``CapacityUnavailable`` and ``DependencyUnavailable``."""
+
+    kind = "deferred"
+
+    def __init__(self, reason: str, *, retry_after: float = 5.0) -> None:
+        super().__init__(reason)
+        self.retry_after = _wait_s("retry_after", retry_after)
+
+
+class CapacityUnavailable(Deferral):
+    """There is no room for this attempt now (no free sandbox, no free slot of a rate scope). It goes back to the queue
+    for ``retry_after`` seconds, free of charge and without a bound: capacity comes back."""
+
+    kind = "capacity_unavailable"
+
+    def __init__(self, reason: str = "no capacity", *, retry_after: float = 5.0) -> None:
+        super().__init__(reason, retry_after=retry_after)
+
+
+class DependencyUnavailable(Deferral):
+    """Something that the play needs is out. The attempt goes back to the queue for ``retry_after`` seconds, free of
+    charge, until that has gone on for the play's ``outage_max_s``: then the run fails."""
+
+    kind = "dependency_unavailable"
+
+    def __init__(self, dependency: str, reason: str = "is unavailable", *, retry_after: float = 5.0) -> None:
+        super().__init__(f"{dependency}: {reason}", retry_after=retry_after)
+        self.dependency = dependency
+
+
 # --- the host ----------------------------------------------------------------------------------------
 
 

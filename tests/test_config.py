@@ -102,6 +102,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "lease_s": 9.0,
         "renew_every_s": 2.5,
         "crash_cap": 2,
+        "outage_max_s": 60.0,
         "park_after_s": 0.0,
         "flush_ms": 10,
         "grace_s": 1.0,

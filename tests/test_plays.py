@@ -44,7 +44,14 @@ def test_the_defaults() -> None:
     decorated = play("p")(with_data)
     assert (decorated.retries, decorated.backoff_s, decorated.backoff_factor) == (0, 1.0, 2.0)
     assert (decorated.backoff_max_s, decorated.timeout_s, decorated.crash_cap) == (300.0, None, None)
+    assert (decorated.backoff_jitter, decorated.final, decorated.outage_max_s) == (0.5, (), None)
     assert (decorated.input_type, decorated.output_type) == (None, None)
+
+
+@pytest.mark.parametrize("final", [ValueError, (ValueError,), (ValueError, KeyError)])
+def test_final_errors_are_a_class_or_a_tuple(final: Any) -> None:
+    kinds = final if isinstance(final, tuple) else (final,)
+    assert play("p", final=final)(with_data).final == kinds
 
 
 def test_a_plain_function_runs_in_threads() -> None:
@@ -159,6 +166,12 @@ def test_what_is_no_function_is_refused(fn: Any, word: str) -> None:
         ({"backoff_s": -0.1}, "backoff_s must be a number"),
         ({"backoff_s": float("nan")}, "backoff_s"),
         ({"backoff_s": "1"}, "backoff_s"),
+        ({"backoff_jitter": 1.5}, "backoff_jitter must be a number from 0 to 1, not 1.5"),
+        ({"backoff_jitter": True}, "backoff_jitter"),
+        ({"final": "ValueError"}, "final must be a class of exceptions, or a tuple of them"),
+        ({"final": (ValueError, 3)}, "final must be .* not 3"),
+        ({"final": KeyboardInterrupt}, "final must be"),
+        ({"outage_max_s": -1}, "outage_max_s must be a number"),
         ({"backoff_factor": 0.5}, "backoff_factor must be a number from 1"),
         ({"backoff_max_s": float("inf")}, "backoff_max_s"),
         ({"backoff_s": 600}, r"backoff_max_s \(300.0\) is below backoff_s \(600\)"),

@@ -11,7 +11,8 @@
 --   failed      the run ends; payload {"error": {…}}
 --   retried     the attempt failed, the run is queued again after p_delays seconds; one failure is charged
 --   released    the run goes back at once; nothing is charged
---   deferred    the run goes back after p_delays seconds; nothing is charged
+--   deferred    the run goes back after p_delays seconds; nothing is charged, however long that goes on; payload
+--               {"error": {"kind": …}} says why (an outage, which is bounded, goes through defer_attempts)
 --
 -- answer: done | busy (the row is locked: ask again) | lost, with the run's status as it stands now
 -- (NULL: there is no such run).
@@ -84,6 +85,78 @@ BEGIN
            AS i (run_id, attempt, token, outcome, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN attempts a ON a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt AND a.token = i.token;
+END
+$$;
+
+-- Defers attempts because something that they depend on is out: as deferred above, but only for p_max_s seconds of
+-- wall clock, for unlike capacity it may never come back. p_payloads, per item: {"error": {"kind": …, …}}.
+--
+-- The outage began at the start of this attempt, or of the earliest one in the unbroken tail of attempts directly
+-- before it that were deferred by an outage of the same kind. Each of them has that moment in its row, so the one
+-- before tells all of them.
+--
+-- answer: done | over (the outage has lasted p_max_s: nothing was written; end the run through settle_attempts) | busy
+-- | lost. outage_at: when the outage began; NULL where the caller's fence is gone, so that it proves ownership.
+CREATE OR REPLACE FUNCTION @schema@.defer_attempts(
+    p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_payloads jsonb[], p_delays double precision[],
+    p_max_s double precision[]
+) RETURNS TABLE (ord integer, answer text, status text, outage_at timestamptz)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now   timestamptz;
+    v_free  text[];
+    v_since timestamptz[];
+BEGIN
+    PERFORM require_read_committed();
+    v_now := clock();
+
+    WITH free AS (
+        SELECT i.*, least(r.attempt_at, a.outage_at) AS outage_at
+          FROM unnest(p_run_ids, p_attempts, p_tokens, p_payloads, p_delays, p_max_s)
+               AS i (run_id, attempt, token, payload, delay_s, max_s)
+          JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
+          LEFT JOIN attempts a ON a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt - 1
+                              AND a.error ->> 'kind' = i.payload #>> '{error,kind}'
+         WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+           FOR NO KEY UPDATE OF r SKIP LOCKED
+    ), deferred AS (
+        UPDATE runs r
+           SET status = 'queued', due_at = v_now + make_interval(secs => i.delay_s), lease_expires_at = NULL,
+               last_seq = r.last_seq + 1,
+               lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
+          FROM free i
+         WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+           AND i.outage_at > v_now - make_interval(secs => i.max_s)
+        RETURNING r.run_id, r.attempt, r.last_seq, r.attempt_at, r.lease_owner, r.lease_token, r.due_at, i.payload,
+                  i.outage_at
+    ), tried AS (
+        INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome, error, outage_at)
+        SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, 'deferred', payload -> 'error', outage_at
+          FROM deferred
+    ), told AS (
+        INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
+        SELECT run_id, 0, last_seq, 'run.requeued', v_now,
+               payload || jsonb_build_object('attempt', attempt, 'reason', 'deferred', 'due_at', due_at,
+                                             'outage_at', outage_at)
+          FROM deferred
+    )
+    SELECT array_agg(run_id), array_agg(outage_at) INTO v_free, v_since FROM free;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN a.outcome = 'deferred' THEN 'done'  -- just now, or asked again after a lost answer
+                WHEN r.lease_expires_at IS NULL OR r.attempt <> i.attempt OR r.lease_token <> i.token THEN 'lost'
+                WHEN f.run_id IS NOT NULL THEN 'over'
+                WHEN r.run_id IS NOT NULL THEN 'busy'
+                ELSE 'lost' END,
+           r.status, coalesce(a.outage_at, f.outage_at)
+      FROM unnest(p_run_ids, p_attempts, p_tokens) WITH ORDINALITY AS i (run_id, attempt, token, ord)
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
+      LEFT JOIN attempts a ON a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt AND a.token = i.token
+      LEFT JOIN unnest(v_free, v_since) AS f (run_id, outage_at) ON f.run_id = i.run_id;
 END
 $$;
 

@@ -101,6 +101,7 @@ CREATE TABLE @schema@.attempts (
     token       bigint      NOT NULL,
     owner       bigint      NOT NULL,
     attempt     integer     NOT NULL,
+    outage_at   timestamptz,                 -- of a deferral by an outage: when that outage began for the run
     run_id      text COLLATE "C" NOT NULL,
     outcome     text        NOT NULL,        -- completed, failed, cancelled, retried, parked, released, deferred, expired
     error       jsonb,

@@ -453,7 +453,7 @@ async def test_the_time_limit_of_a_thread_does_not_count_the_wait_for_one(hosts:
 
 @pytest.mark.modes
 async def test_a_failure_is_tried_again_after_its_backoff(hosts: Hosts, trace: Trace) -> None:
-    @play("flaky", retries=2, backoff_s=0.2, backoff_factor=2.0)
+    @play("flaky", retries=2, backoff_s=0.2, backoff_factor=2.0, backoff_jitter=0)
     async def flaky(ctx: Context) -> str:
         trace((ctx.attempt, ctx.failures))
         if ctx.failures < 2:

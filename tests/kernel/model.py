@@ -118,6 +118,8 @@ class RunModel:
     waits: dict[str, float] = attrs.field(factory=dict)
     passed: set[str] = attrs.field(factory=set)
     ended: dict[int, tuple[int | None, str]] = attrs.field(factory=dict)  # attempt: token, outcome
+    begun: dict[int, float] = attrs.field(factory=dict)  # attempt: its start
+    outages: dict[int, tuple[str, float]] = attrs.field(factory=dict)  # attempt: kind and start of what deferred it
     fences: list[tuple[int, int]] = attrs.field(factory=list)  # every attempt and token there was
     marks: list[tuple[float, str]] = attrs.field(factory=list)
     cancelled_by: str | None = None
@@ -155,6 +157,7 @@ class RunModel:
         self.status, self.attempt, self.appended, self.wait = "running", self.attempt + 1, 0, None
         self.owner, self.token, self.expires, self.due = owner, token, now + lease, now + lease
         self.fences.append((self.attempt, token))
+        self.begun[self.attempt] = now
         self.lifecycle.append(now, "run.started")
 
     def stop(self, outcome: str) -> None:
@@ -176,6 +179,22 @@ class RunModel:
         else:
             self.status, self.due = "queued", now + delay
             self.lifecycle.append(now, "run.requeued")
+        return "done"
+
+    def defer(self, now: float, attempt: int, token: int, kind: str, delay: float, most: float) -> str:
+        """Look back over every attempt of the unbroken tail, which the kernel must not have to."""
+        if not self.holds(attempt, token):
+            return "done" if self.ended.get(attempt) == (token, "deferred") else "lost"
+        first = attempt
+        while first - 1 in self.outages and self.outages[first - 1][0] == kind:
+            first -= 1
+        since = self.begun[first]
+        if since <= now - most:
+            return "over"
+        self.stop("deferred")
+        self.outages[attempt] = kind, since
+        self.status, self.due = "queued", now + delay
+        self.lifecycle.append(now, "run.requeued")
         return "done"
 
     def park(self, now: float, attempt: int, token: int, waits: dict[str, float]) -> str:

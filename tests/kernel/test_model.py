@@ -261,6 +261,23 @@ class KernelMachine(RuleBasedStateMachine):
     @rule(
         pick=index,
         stale=seldom,
+        kind=st.sampled_from(["out", "out", "away"]),
+        delay=st.sampled_from([0.0, 0.0, 20.0]),
+        most=st.sampled_from([900.0, 25.0]),
+    )
+    def defer(self, pick: int, stale: bool, kind: str, delay: float, most: float) -> None:
+        run, item = self.fence(pick, stale)
+        expected = run.defer(self.model.now, item.attempt, item.token, kind, delay, most)
+        answer = self.twice(self.kernel.defer, item, kind, delay_s=delay, max_s=most)
+        assert (answer.answer, answer.status) == (expected, run.status)
+        if expected == "done" and item.attempt in run.outages:
+            since = START + timedelta(seconds=run.outages[item.attempt][1])
+            assert answer.outage_at == since
+
+    @precondition(begun)
+    @rule(
+        pick=index,
+        stale=seldom,
         waits=st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 4.0, 25.0]), min_size=1),
     )
     def park(self, pick: int, stale: bool, waits: dict[str, float]) -> None:

@@ -143,6 +143,14 @@ async def _settle(kernel: Kernel, batch: Batch) -> None:
         assert all(answer.answer == expected for answer in answers)
 
 
+async def _defer(kernel: Kernel, batch: Batch) -> None:
+    payload = json.dumps({"error": {"kind": "out"}})
+    for _ in range(2):
+        items = batch.settlements("deferred", payload=payload, outage_max_s=900.0)
+        answers = await settle.defer(kernel.session, items)
+        assert all(answer.answer == "done" for answer in answers)
+
+
 async def _park(kernel: Kernel, batch: Batch) -> None:
     waits = json.dumps([{"key": key, "kind": "sleep", "delay_s": 0} for key in "ab"])
     for _ in range(2):
@@ -232,6 +240,7 @@ CALLS: dict[str, Call] = {
     "renew": _renew,
     "renew lost leases": _renew_lost,
     "settle": _settle,
+    "defer": _defer,
     "park": _park,
     "append": _append,
     "cancel": _cancel,

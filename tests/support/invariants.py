@@ -79,6 +79,13 @@ _RULES = {
             OR (r.status = 'running' AND EXISTS (SELECT 1 FROM attempts a
                                                   WHERE a.run_id = r.run_id AND a.attempt = r.attempt))
             OR (r.attempt > 0) <> (r.started_at IS NOT NULL)""",
+    "an outage has begun before the attempts that it deferred ended, and goes on in the next of its kind": """
+        SELECT a.run_id FROM attempts a
+          LEFT JOIN attempts b ON b.run_id = a.run_id AND b.attempt = a.attempt - 1 AND b.outage_at IS NOT NULL
+                              AND b.error ->> 'kind' = a.error ->> 'kind'
+         WHERE a.outage_at IS NOT NULL
+           AND (a.outcome <> 'deferred' OR a.outage_at > a.started_at OR a.outage_at > b.outage_at
+                OR (b.run_id IS NULL AND a.outage_at <> a.started_at))""",
     "charges are counted once": """
         SELECT r.run_id FROM runs r LEFT JOIN attempts a ON a.run_id = r.run_id
          GROUP BY r.run_id

@@ -138,6 +138,18 @@ class Kernel:
         )
         return answer
 
+    async def defer(
+        self, item: claims.Claimed, kind: str = "out", *, max_s: float = 900.0, delay_s: float = 0.0
+    ) -> settling.Settled:
+        """Defer an attempt by an outage."""
+        fence = (item.run_id, item.attempt, item.token)
+        payload = json.dumps({"error": {"kind": kind, "message": "no answer"}})
+        (answer,) = await settling.defer(
+            self.session,
+            [settling.Settlement(*fence, "deferred", payload, delay_s, outage_max_s=max_s)],
+        )
+        return answer
+
     async def complete(self, item: claims.Claimed, output: Any = None) -> settling.Settled:
         return await self.settle(item, "completed", payload=json.dumps({"output": output}))
 

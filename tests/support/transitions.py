@@ -189,6 +189,10 @@ async def _renew(kernel: Kernel, subject: Subject) -> Any:
     return await kernel.renew(subject.fence, 100.0)
 
 
+async def _defer(kernel: Kernel, subject: Subject) -> Any:
+    return (await kernel.defer(subject.fence, delay_s=3.0)).answer
+
+
 async def _park(kernel: Kernel, subject: Subject) -> Any:
     return (await kernel.park(subject.fence, nap=7.0, tea=9.0)).answer
 
@@ -278,6 +282,7 @@ TRANSITIONS = {
         _claiming("claim due", "waiting"),
         Transition("renew", Situation(run="running"), _renew, ("busy",)),
         *map(_settling, ("completed", "failed", "retried", "released", "deferred")),
+        Transition("defer by outage", Situation(run="running"), _defer, ("busy",)),
         Transition("park", Situation(run="running"), _park, ("busy",)),
         _saying(Lane.LIFECYCLE),
         _saying(Lane.OBSERVABILITY),
