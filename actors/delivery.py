@@ -23,6 +23,14 @@ class Outcome:
     reason: str | None = None
 
 
+@attrs.frozen
+class Room:
+    """How much a ledger takes now: ``lanes`` in one turn, ``facts`` of one lane in a delivery."""
+
+    lanes: int
+    facts: int
+
+
 Tell = Callable[[Sequence[tuple[Prefix, Outcome]]], None]
 """Told what became of prefixes, each once, as soon as it is known."""
 

@@ -7,12 +7,12 @@ back. It never claims from the queue (the outbox does) and never knows what a le
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
 from actors.core import Backoff, EndOfMailbox, Life, Mailbox, WakeFlag, bounded_cleanup, leaves
-from actors.delivery import Deliver, Observe, Outcome, Turn
+from actors.delivery import Deliver, Observe, Outcome, Room, Turn
 from actors.hints import Hints
 from sql import lanes as door
 from sql.connection import Session, SessionOptions
@@ -36,7 +36,7 @@ class LaneActor:
         hints: Hints,
         deliver: Deliver,
         *,
-        prefix: int,
+        room: Callable[[], Room],
         lease_s: float,
         delivery_timeout_s: float,
         release_budget_s: float,
@@ -46,7 +46,7 @@ class LaneActor:
         self._mailbox = mailbox
         self._hints = hints
         self._deliver = deliver
-        self._prefix = prefix
+        self._room = room
         self._lease_s = lease_s
         self._delivery_timeout_s = delivery_timeout_s
         self._release_budget_s = release_budget_s
@@ -134,7 +134,11 @@ class LaneActor:
         successors: list[Prefix] = []
         busy: list[tuple[Prefix, Outcome]] = []
         answers = await door.acknowledge(
-            session, lane, [prefix for prefix, _ in delivered], prefix=self._prefix, lease_s=self._lease_s
+            session,
+            lane,
+            [prefix for prefix, _ in delivered],
+            prefix=self._room().facts,
+            lease_s=self._lease_s,
         )
         for (prefix, outcome), answer in zip(delivered, answers, strict=True):
             if answer.answer == "busy":

@@ -6,12 +6,12 @@ any other one through lane actors. It never calls a ledger itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
 from actors.core import Backoff, Life, Mailbox, Portion
-from actors.delivery import Observe, Turn
+from actors.delivery import Observe, Room, Turn
 from actors.hints import Hints
 from sql import lanes as door
 from sql.calls import new_token
@@ -131,7 +131,8 @@ class InDatabaseOutbox:
 class Outbox:
     """For any other ledger: claims lanes in sets for whichever lane actor is idle.
 
-    ``carriers`` are the lane actors' mailboxes; each lane actor hints at its lane when a turn ends.
+    ``carriers`` are the lane actors' mailboxes; each lane actor hints at its lane when a turn ends. ``room`` says how
+    much the ledger takes now.
     """
 
     def __init__(
@@ -141,16 +142,14 @@ class Outbox:
         carriers: Sequence[Mailbox[Turn]],
         *,
         receivers: Sequence[str],
-        limit: int,
-        prefix: int,
+        room: Callable[[], Room],
         lease_s: float,
     ) -> None:
         self._options = options
         self._hints = hints
         self._carriers = carriers
         self._receivers = receivers
-        self._limit = limit
-        self._prefix = prefix
+        self._room = room
         self._lease_s = lease_s
 
     async def run(self, life: Life) -> None:
@@ -172,14 +171,15 @@ class Outbox:
         return next((box for box in self._carriers if not len(box) and not box.in_flight), None)
 
     async def _claim(self, session: Session, schedule: _Schedule, lane: Lane, carrier: Mailbox[Turn]) -> None:
+        room = self._room()
         claimed_at = trio.current_time()
         prefixes, next_due_s = await door.claim(
             session,
             lane,
             receivers=self._receivers,
             token=new_token(),
-            limit=self._limit,
-            prefix=self._prefix,
+            limit=room.lanes,
+            prefix=room.facts,
             lease_s=self._lease_s,
             oldest=schedule.oldest(),
         )

@@ -15,7 +15,8 @@ from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.context import Context, SyncContext  # noqa: E402
 from runtime.executor import PlayTimedOut  # noqa: E402
 from runtime.handle import Handle  # noqa: E402
-from runtime.ledger import Ledger, LedgerRejected, LedgerRetry, MemoryLedger  # noqa: E402
+from runtime.http_ledger import HttpLedger  # noqa: E402
+from runtime.ledger import Ledger, LedgerNotCurrent, LedgerRejected, LedgerRetry, MemoryLedger  # noqa: E402
 from runtime.plays import Play, play  # noqa: E402
 from runtime.postgres_ledger import PostgresLedger  # noqa: E402
 from runtime.submit import Submit  # noqa: E402
@@ -58,12 +59,14 @@ __all__ = [
     "Handle",
     "HostFailed",
     "HostStopping",
+    "HttpLedger",
     "IdempotencyConflict",
     "InputRefused",
     "InvalidPlay",
     "JsonCodec",
     "Lane",
     "Ledger",
+    "LedgerNotCurrent",
     "LedgerRejected",
     "LedgerRetry",
     "MemoryLedger",

@@ -1,21 +1,20 @@
 """Deliveries: prefixes of lanes as a ledger sees them, and its answers as the outbox understands them.
 
-Owns the canonical form of facts on their way to a ledger, its digest, and the mapping of every way a ledger can fail.
-It never acknowledges anything.
+Owns how a prefix becomes a delivery and the mapping of every way a ledger can fail. It never acknowledges anything.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
 
 import trio
 
-from actors.delivery import Outcome, Tell
+from actors.delivery import Outcome, Room, Tell
+from runtime import wire
 from runtime.codec import scrub
-from runtime.ledger import AppendOutcome, Ledger, LedgerRejected, LedgerRetry, takes_batches
+from runtime.ledger import AppendOutcome, Ledger, LedgerRejected, LedgerRetry, LimitedLedger, takes_batches
 from sql.lanes import Prefix
 from sql.types import Delivery, Fact
 
@@ -24,6 +23,9 @@ log = logging.getLogger("runlane.deliver")
 _DELIVERED = Outcome("delivered")
 _REASON_BYTES = 2_000
 _LONGEST_RETRY_S = 86_400.0
+# Lanes of one turn: many where one call takes them all, few where each is a call of its own.
+_MANY_LANES = 200
+_FEW_LANES = 8
 
 
 def delivery_of(prefix: Prefix) -> Delivery:
@@ -34,25 +36,30 @@ def delivery_of(prefix: Prefix) -> Delivery:
             prefix.seqs, prefix.types, prefix.payloads, prefix.created_ats, strict=True
         )
     )
-    key = f"{prefix.run_id}:{prefix.lane.label}:{prefix.seqs[0]}-{prefix.through}"
-    digest = hashlib.sha256(key.encode())
-    for fact in facts:
-        line = json.dumps(
-            [fact.seq, fact.type, fact.created_at.isoformat(), fact.payload],
-            sort_keys=True,
-            separators=(",", ":"),
-            ensure_ascii=False,
-        )
-        digest.update(b"\n" + line.encode("utf-8", "surrogatepass"))
-    return Delivery(prefix.run_id, prefix.lane, facts, key, prefix.attempt, digest.hexdigest(), prefix.token)
+    key = wire.delivery_key(prefix.run_id, prefix.lane, prefix.seqs[0], prefix.through)
+    digest = wire.digest_of(
+        key, ((fact.seq, fact.type, fact.created_at.isoformat(), fact.payload) for fact in facts)
+    )
+    return Delivery(prefix.run_id, prefix.lane, facts, key, prefix.attempt, digest, prefix.token)
 
 
 class Deliveries:
-    """Hands prefixes to ``ledger`` within ``timeout_s``: all at once where it takes batches, else side by side."""
+    """Hands prefixes to ``ledger`` within ``timeout_s``: all at once where it takes batches, else side by side.
 
-    def __init__(self, ledger: Ledger, *, timeout_s: float) -> None:
+    ``facts`` is the most that one delivery holds, unless the ledger takes less.
+    """
+
+    def __init__(self, ledger: Ledger, *, timeout_s: float, facts: int) -> None:
         self._ledger = ledger
         self._timeout_s = timeout_s
+        self._usual = Room(_MANY_LANES if takes_batches(ledger) else _FEW_LANES, facts)
+
+    def room(self) -> Room:
+        """How much the ledger takes now."""
+        if not isinstance(self._ledger, LimitedLedger):
+            return self._usual
+        limits = self._ledger.limits
+        return Room(min(self._usual.lanes, limits.deliveries), min(self._usual.facts, limits.facts))
 
     async def __call__(self, prefixes: Sequence[Prefix], tell: Tell) -> None:
         """Tell the outcome of each prefix: of all together from a batch, else of each as soon as it is there."""

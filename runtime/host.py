@@ -39,7 +39,7 @@ from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.deliver import Deliveries
 from runtime.executor import Executor, unstorable
-from runtime.ledger import Ledger, takes_batches
+from runtime.ledger import HostedLedger, Ledger
 from runtime.metrics import Metrics
 from runtime.plays import Play
 from runtime.postgres_ledger import PostgresLedger
@@ -56,10 +56,8 @@ log = logging.getLogger("runlane.host")
 
 T = TypeVar("T")
 
-# Runs of one delivery turn: many where one call takes them all, few where each is a call of its own.
+# Runs of one delivery turn inside the database.
 _TURN_IN_DATABASE = 400
-_TURN_BATCHED = 200
-_TURN_SINGLE = 8
 _PREFIX_IN_DATABASE = 100
 _RECEIVERS = (lanes.OWN_LEDGER,)
 _BLOCKED_AFTER_S = 2.0
@@ -239,20 +237,20 @@ class _Composition:
         """The outbox and, for a ledger outside of the database, its lane actors."""
         config, hints = self.config, self.hints
         children: list[ChildSpec] = []
-        if isinstance(ledger, PostgresLedger):
-            if ledger.in_database:
-                turns = InDatabaseOutbox(
-                    self.options,
-                    hints,
-                    receivers=_RECEIVERS,
-                    limit=_TURN_IN_DATABASE,
-                    prefix=_PREFIX_IN_DATABASE,
-                    observe=self.reports.delivered,
-                )
-                return [_child("outbox", turns, stop=hints.wake_outbox.set)]
+        if isinstance(ledger, PostgresLedger) and ledger.in_database:
+            turns = InDatabaseOutbox(
+                self.options,
+                hints,
+                receivers=_RECEIVERS,
+                limit=_TURN_IN_DATABASE,
+                prefix=_PREFIX_IN_DATABASE,
+                observe=self.reports.delivered,
+            )
+            return [_child("outbox", turns, stop=hints.wake_outbox.set)]
+        if isinstance(ledger, HostedLedger):
             ledger.use(self.options)
-            children.append(_child("ledger", ledger, ledger.mailbox))
-        deliver = Deliveries(ledger, timeout_s=config.delivery_timeout_s)
+            children.append(_child("ledger", ledger, *ledger.mailboxes))
+        deliver = Deliveries(ledger, timeout_s=config.delivery_timeout_s, facts=config.delivery_prefix)
         carriers: list[Mailbox[Turn]] = [
             Mailbox(f"lane-{number}", 1) for number in range(1, config.lane_actors + 1)
         ]
@@ -262,7 +260,7 @@ class _Composition:
                 carrier,
                 hints,
                 deliver,
-                prefix=config.delivery_prefix,
+                room=deliver.room,
                 lease_s=config.lane_lease_s,
                 delivery_timeout_s=config.delivery_timeout_s,
                 release_budget_s=config.release_budget_s,
@@ -276,8 +274,7 @@ class _Composition:
             hints,
             carriers,
             receivers=_RECEIVERS,
-            limit=_TURN_BATCHED if takes_batches(ledger) else _TURN_SINGLE,
-            prefix=config.delivery_prefix,
+            room=deliver.room,
             lease_s=config.lane_lease_s,
         )
         children.append(_child("outbox", outbox, stop=hints.wake_outbox.set))

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import attrs
 
+from actors.core import Life, Mailbox
 from runtime.codec import preview
+from sql.connection import SessionOptions
 from sql.errors import InputRefused, RunlaneError
 from sql.types import Delivery, Fact, Lane
 
 
 class LedgerRetry(RunlaneError):
     """The ledger could not take a delivery now; it is delivered again after at least ``after`` seconds
-    (None: the lane's own backoff)."""
+    (None: the lane's own backoff). ``reason`` says why, for people."""
 
-    def __init__(self, after: float | None = None) -> None:
+    def __init__(self, after: float | None = None, reason: str = "try again") -> None:
         if after is not None and not _is_wait(after):
             raise InputRefused(
                 "after", f"must be a finite number of seconds, 0 or more, not {preview(after)}"
             )
-        super().__init__("try again" + ("" if after is None else f" after {after:g} s"))
+        super().__init__(reason + ("" if after is None else f" after {after:g} s"))
         self.after = after
 
 
@@ -38,19 +40,30 @@ class LedgerRejected(RunlaneError):
         self.reason = reason
 
 
+class LedgerNotCurrent(RunlaneError):
+    """It is not this delivery's turn: the sender does not hold the lane any more, or earlier facts are missing.
+
+    Nothing was applied. The turn ends at once, and is not counted as a failed one.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def _is_wait(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-AppendOutcome: TypeAlias = LedgerRetry | LedgerRejected | None
+AppendOutcome: TypeAlias = LedgerRetry | LedgerRejected | LedgerNotCurrent | None
 """What became of one delivery of a batch; None means applied."""
 
 
 class Ledger(Protocol):
     """Receives deliveries: at least once each, in order per run and lane.
 
-    ``append`` returns when the facts are durable. It raises LedgerRetry or LedgerRejected; any other error
-    counts as a failed delivery and is tried again with backoff. Applying the same delivery again must have
+    ``append`` returns when the facts are durable. It raises LedgerRetry, LedgerRejected or LedgerNotCurrent; any
+    other error counts as a failed delivery and is tried again with backoff. Applying the same delivery again must have
     no further effect: ``delivery_key`` and each fact's ``seq`` tell.
     """
 
@@ -69,6 +82,42 @@ class BatchLedger(Protocol):
 
     async def append_many(self, deliveries: Sequence[Delivery]) -> Sequence[AppendOutcome]:
         """Apply each delivery on its own merits and answer one outcome per delivery, in their order."""
+        ...
+
+
+@attrs.frozen
+class Limits:
+    """How much a ledger takes at once: ``facts`` of one run in a delivery, ``deliveries`` in one ``append_many``."""
+
+    facts: int
+    deliveries: int
+
+
+@runtime_checkable
+class LimitedLedger(Protocol):
+    """A ledger that says how much it takes. Asked before each claim: the answer may change."""
+
+    @property
+    def limits(self) -> Limits:
+        """The most that it takes at once."""
+        ...
+
+
+@runtime_checkable
+class HostedLedger(Protocol):
+    """A ledger that works inside the host, as an actor, for as long as the host delivers to it."""
+
+    @property
+    def mailboxes(self) -> Sequence[Mailbox[Any]]:
+        """What is handed to it and survives its lives."""
+        ...
+
+    def use(self, options: SessionOptions) -> None:
+        """Where the runtime is. Called before ``run``, at each start of a host."""
+        ...
+
+    async def run(self, life: Life) -> None:
+        """Serve ``append`` until asked to stop."""
         ...
 
 

@@ -35,6 +35,11 @@ class PostgresLedger:
         self.mailbox: Mailbox[_Application] = Mailbox("ledger")
         self._options: SessionOptions | None = None
 
+    @property
+    def mailboxes(self) -> Sequence[Mailbox[_Application]]:
+        """Where deliveries wait for the read model."""
+        return (self.mailbox,)
+
     def use(self, options: SessionOptions) -> None:
         """Where the read model is. Called by the host."""
         self._options = options
