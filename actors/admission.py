@@ -195,8 +195,8 @@ class Admit:
                 self._mailbox.done([place.message])
                 place.message.reply.set_error(
                     LockTimedOut(
-                        f"run id {place.item.run_id!r} or idempotency key {place.item.idempotency_key!r} is held "
-                        "by another transaction that is still open"
+                        f"run id {place.item.run_id!r}, idempotency key {place.item.idempotency_key!r} or the "
+                        "unique key is held by another transaction that is still open"
                     )
                 )
         return [place for place in busy if not place.message.reply.done]
@@ -205,6 +205,8 @@ class Admit:
         left = [place.item for place in places if not place.item.claim]
         if len(left) < len(places):
             self._hints.started.set()
+        if any(place.item.replaces for place in places):
+            self._hints.everywhere(["control"])  # requests to cancel may be recorded
         if left:
             self._hints.lanes.set()
             self._hints.runs.set()

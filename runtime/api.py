@@ -106,6 +106,14 @@ class Verbs:
         delay: float | None = None,
         at: datetime | None = None,
         labels: Mapping[str, str] | None = None,
+        unique_key: str | None = None,
+        unique_for_s: float | None = None,
+        on_conflict: str | None = None,
+        surface: str | None = None,
+        trigger: str | None = None,
+        scope: str | None = None,
+        terminal_receiver: str | None = None,
+        array_input_receiver: str | None = None,
     ) -> Handle:
         """Admit a run, durably, and return its handle.
 
@@ -114,7 +122,16 @@ class Verbs:
         ``priority`` is from -2 to 2, higher first. ``delay`` (seconds) or ``at`` (a moment with a time zone) say when
         it is due. ``labels`` are for finding runs.
 
-        Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, or IdempotencyConflict.
+        ``unique_key`` (per organisation and play) lets one run at a time have it: until that run has ended, or for
+        ``unique_for_s`` seconds from its submit. While another run holds it, ``on_conflict`` decides: "reject" (the
+        default) raises DuplicateRun, "existing" gives the holder's handle, "replace" cancels the holder, whatever it
+        is doing, and admits this one.
+
+        ``surface``, ``trigger`` and ``scope`` say where the launch came from: kept in the run's first fact, shown by
+        the full status. ``terminal_receiver`` is who gets the run's end in place of the usual ledger;
+        ``array_input_receiver`` who gets it once the run has registered array input.
+
+        Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, IdempotencyConflict or DuplicateRun.
         """
         item = Submit(
             play=play,
@@ -126,6 +143,14 @@ class Verbs:
             delay=delay,
             at=at,
             labels=labels,
+            unique_key=unique_key,
+            unique_for_s=unique_for_s,
+            on_conflict=on_conflict,
+            surface=surface,
+            trigger=trigger,
+            scope=scope,
+            terminal_receiver=terminal_receiver,
+            array_input_receiver=array_input_receiver,
         )
         (handle,) = await self.submit_many([item])
         return handle

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -25,6 +25,10 @@ _MAX_KEY = 255
 _MAX_NUMBER = sys.float_info.max
 # Tasks that were started beside a wait come to their own waits first, so that all of them count from now.
 _TURNS_FOR_SIBLINGS = 3
+
+
+Register = Callable[[Attempt], Awaitable[str]]
+"""Registers an attempt's intent to stage array input: ``done``, ``lost`` or ``no_receiver``."""
 
 
 @attrs.define(slots=True)
@@ -48,6 +52,7 @@ class Context:
         codec: JsonCodec,
         *,
         say: Callable[[Attempt], None],
+        register: Register,
         park_after_s: float,
         max_depth: int,
     ) -> None:
@@ -58,6 +63,7 @@ class Context:
         self._attempt = attempt
         self._codec = codec
         self._say = say
+        self._register = register
         self._park_after_s = park_after_s
         self._max_depth = max_depth
         self._task: trio.lowlevel.Task | None = None
@@ -134,6 +140,23 @@ class Context:
         except Exception as exc:  # their serializer's own
             text = json.dumps({"$replaced": {"reason": "payload_not_json", "detail": type(exc).__name__}})
         return f'{{"attempt":{self.attempt},"fields":{text},"message":{line}}}'
+
+    async def register_array_input(self) -> None:
+        """Register, durably, that this run is about to stage input pages outside of the database.
+
+        Call it before the first page is written; again is harmless. From then on, whatever becomes of the run, its end
+        goes to the launch's ``array_input_receiver`` (or ``terminal_receiver``), which has to retire the pages before
+        it acknowledges. Raises InputRefused when the launch names neither, and RunCancelled when this attempt is over:
+        nothing may be staged then.
+        """
+        self._check_live()
+        answer = await self._register(self._attempt)
+        if answer == "no_receiver":
+            raise InputRefused(
+                "array_input_receiver", "the run was submitted without one, so nobody could retire its pages"
+            )
+        if answer != "done":
+            raise RunCancelled(self.run_id, "its lease is gone")
 
     def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the run has come. Only the latest word within ``flush_ms`` is stored."""
@@ -217,6 +240,10 @@ class SyncContext:
     def log(self, message: str, **fields: Any) -> None:
         """As ``Context.log``."""
         trio.from_thread.run_sync(lambda: self._context.log(message, **fields))
+
+    def register_array_input(self) -> None:
+        """As ``Context.register_array_input``."""
+        trio.from_thread.run(self._context.register_array_input)
 
     def progress(self, done: float, total: float | None = None) -> None:
         """As ``Context.progress``."""

@@ -20,7 +20,7 @@ from actors.core import leaves
 from actors.executors import released
 from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
-from runtime.context import Context, SyncContext
+from runtime.context import Context, Register, SyncContext
 from runtime.plays import Play
 from runtime.retries import judge
 from sql.errors import ItemFault, RunlaneError
@@ -37,6 +37,7 @@ class Executor:
     """Callable with an attempt; gives its settlement, or None when there is nothing to settle.
 
     ``say(attempt)`` hands an attempt with something to say to the facts actor; ``flush()`` makes it hurry.
+    ``register(attempt)`` registers its intent to stage array input.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Executor:
         *,
         say: Callable[[Attempt], None],
         flush: Callable[[], None],
+        register: Register,
     ) -> None:
         self._plays = plays
         self._codec = codec
         self._config = config
         self._say = say
         self._flush = flush
+        self._register = register
         self._threads = trio.CapacityLimiter(config.threads)
 
     async def __call__(self, attempt: Attempt) -> Settlement | None:
@@ -62,6 +65,7 @@ class Executor:
             attempt,
             self._codec,
             say=self._say,
+            register=self._register,
             park_after_s=self._config.park_after_s,
             max_depth=self._config.max_depth,
         )

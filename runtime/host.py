@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from actors.admission import Admission, Admit
+from actors.array_input import ArrayInput, IntentRequest
 from actors.attempts import Attempt, Attempts
 from actors.claim import Claim
 from actors.control import CancelRequest, Control
@@ -46,6 +47,7 @@ from runtime.postgres_ledger import PostgresLedger
 from runtime.submit import Submissions
 from runtime.view import Reports, View
 from sql import admission, deployment, lanes, status
+from sql.array_input import Intent
 from sql.claim import Buckets
 from sql.connection import SessionOptions, open_session
 from sql.errors import OutcomeUnknown, RunlaneError
@@ -134,11 +136,19 @@ class _Composition:
         self.cancellations: Mailbox[CancelRequest] = Mailbox(
             "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
         )
+        self.intents: Mailbox[IntentRequest] = Mailbox("array_input", sys.maxsize, abandon=_abandon)
         self.queries: Mailbox[Query] = Mailbox(
             "watch", _MOST_WAITING, wake=hints.wake_watch, abandon=_abandon
         )
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
-        execute = Executor(plays, codec, config, say=_Say(self.sayings), flush=self.facts.hurry.set)
+        execute = Executor(
+            plays,
+            codec,
+            config,
+            say=_Say(self.sayings),
+            flush=self.facts.hurry.set,
+            register=self._register_array_input,
+        )
         self.executors = Executors(
             self.attempts,
             execute,
@@ -176,7 +186,9 @@ class _Composition:
             if self.plays:
                 children += self._custody()
             children += self._delivery(ledger or PostgresLedger())
-            children.append(_child("control", self._control(), self.cancellations))
+            # Both are rare: one connection is enough for them.
+            desk = Together(self.options, [self._control(), ArrayInput(self.options, self.intents)])
+            children.append(_child("control", desk, self.cancellations, self.intents))
             if self.plays:
                 children += self._work()
             children.append(_child("admission", self._admission(), self.admissions))
@@ -345,6 +357,12 @@ class _Composition:
             payload = self.codec.decode(item.payload)
             self.waiters.tell(status.Terminal(item.run_id, item.outcome, payload))
 
+    async def _register_array_input(self, attempt: Attempt) -> str:
+        intent = Intent(attempt.run_id, attempt.claimed.org_id, attempt.attempt, attempt.token)
+        request = IntentRequest(intent)
+        await self.intents.send(request)
+        return await request.reply.wait(self.config.operation_timeout_s)
+
     async def _count(self) -> status.Backlog:
         counted: status.Backlog = await ask(self.queries, status.backlog, self.config.operation_timeout_s)
         return counted
@@ -473,7 +491,7 @@ class _Say:
             self._mailbox.send_nowait(attempt)
 
 
-def _abandon(item: Admission | CancelRequest | Query, error: RunlaneError) -> None:
+def _abandon(item: Admission | CancelRequest | IntentRequest | Query, error: RunlaneError) -> None:
     reply: Reply[Any] = item.reply
     reply.set_error(error)
 

@@ -12,16 +12,17 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from runtime.codec import preview, quoted
 from sql.errors import InputRefused
-from sql.types import RUN_ID_PATTERN
+from sql.types import ON_CONFLICT, RUN_ID_PATTERN
 
 MAX_DELAY_S = 10 * 366 * 86_400.0
 MAX_KEY_CHARS = 255
+MAX_RECEIVER_CHARS = 128
 MAX_LABELS = 32
 MAX_LABEL_KEY_CHARS = 64
 MAX_LABEL_VALUE_CHARS = 256
@@ -107,6 +108,42 @@ def check_idempotency_key(value: Any) -> str | None:
 def check_org_id(value: Any) -> str | None:
     """``value`` (None: no organisation), or InputRefused: 1 to 255 characters, no NUL."""
     return None if value is None else _checked_text("org_id", value, MAX_KEY_CHARS)
+
+
+def check_receiver(field: str, value: Any) -> str | None:
+    """``value`` (None: no receiver of its own), or InputRefused naming ``field``: 1 to 128 characters, no NUL."""
+    return None if value is None else _checked_text(field, value, MAX_RECEIVER_CHARS)
+
+
+def check_choice(field: str, value: Any, allowed: Sequence[str]) -> str | None:
+    """``value`` (None: not said), or InputRefused naming ``field`` and what is allowed."""
+    if value is not None and not (isinstance(value, str) and value in allowed):
+        raise InputRefused(field, f"must be one of {', '.join(allowed)}, not {preview(value)}")
+    return value
+
+
+def check_unique(key: Any, for_s: Any, on_conflict: Any) -> dict[str, Any] | None:
+    """What a unique key asks for, None without one, or InputRefused naming the argument.
+
+    ``for_s`` is None (until the run has ended) or a number of seconds, finite, above 0 and at most ten years.
+    """
+    choice = check_choice("on_conflict", on_conflict, ON_CONFLICT)
+    if key is None:
+        if for_s is not None or choice is not None:
+            raise InputRefused("unique_key", "unique_for_s and on_conflict are of a unique key: give one")
+        return None
+    unique: dict[str, Any] = {
+        "key": _checked_text("unique_key", key, MAX_KEY_CHARS),
+        "on_conflict": choice or "reject",
+    }
+    if for_s is not None:
+        number = isinstance(for_s, (int, float)) and not isinstance(for_s, bool)
+        if not number or not 0 < for_s <= MAX_DELAY_S:
+            raise InputRefused(
+                "unique_for_s", f"must be above 0 and at most 10 years, in seconds, not {preview(for_s)}"
+            )
+        unique["for_s"] = float(for_s)
+    return unique
 
 
 def check_labels(value: Any) -> dict[str, str] | None:

@@ -17,7 +17,8 @@ from runtime.codec import JsonCodec, preview
 from runtime.config import RuntimeConfig
 from runtime.plays import NAME_PATTERN, Play
 from sql.admission import Admitted, Submission
-from sql.errors import IdempotencyConflict, InputRefused, UnknownPlay
+from sql.errors import DuplicateRun, IdempotencyConflict, InputRefused, UnknownPlay
+from sql.types import SCOPES, SURFACES, TRIGGERS
 
 _NAME = re.compile(NAME_PATTERN)
 
@@ -35,6 +36,14 @@ class Submit:
     delay: float | None = None
     at: datetime | None = None
     labels: Mapping[str, str] | None = None
+    unique_key: str | None = None
+    unique_for_s: float | None = None
+    on_conflict: str | None = None
+    surface: str | None = None
+    trigger: str | None = None
+    scope: str | None = None
+    terminal_receiver: str | None = None
+    array_input_receiver: str | None = None
 
 
 BucketsOf = Callable[[str], Awaitable[Mapping[int, int] | None]]
@@ -83,7 +92,24 @@ class Submissions:
             labels=None
             if not labels
             else self._codec.encode(labels, what="labels", limit_bytes=65_536, max_depth=2),
+            extras=self._extras(item),
+            replaces=item.on_conflict == "replace",
         )
+
+    def _extras(self, item: Submit) -> str | None:
+        """The JSON text of what few runs have; None for a plain run."""
+        given = {
+            "unique": ids.check_unique(item.unique_key, item.unique_for_s, item.on_conflict),
+            "surface": ids.check_choice("surface", item.surface, SURFACES),
+            "trigger": ids.check_choice("trigger", item.trigger, TRIGGERS),
+            "scope": ids.check_choice("scope", item.scope, SCOPES),
+            "terminal_receiver": ids.check_receiver("terminal_receiver", item.terminal_receiver),
+            "array_input_receiver": ids.check_receiver("array_input_receiver", item.array_input_receiver),
+        }
+        extras = {name: value for name, value in given.items() if value is not None}
+        if not extras:
+            return None
+        return self._codec.encode(extras, what="options", limit_bytes=65_536, max_depth=3)
 
     def _check_shape(self, play: Play | None, text: str) -> None:
         """Refuse an input that the play's own type refuses, where the play is known; its host does so anyway."""
@@ -118,9 +144,11 @@ def check_play_name(name: Any) -> str:
 
 
 def check_admitted(item: Submission, answer: Admitted) -> None:
-    """Raise IdempotencyConflict unless the run was created or exists with the same play and input."""
+    """Raise IdempotencyConflict or DuplicateRun unless the run was created, or one exists that the caller asked for."""
     if answer.outcome in ("created", "existing"):
         return
+    if answer.outcome == "duplicate":
+        raise DuplicateRun(f"the unique key is held by run {answer.run_id!r}", answer.run_id)
     if answer.outcome == "two_runs":
         message = (
             f"run id {item.run_id!r} and idempotency key {item.idempotency_key!r} do not name the same run: "

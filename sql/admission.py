@@ -19,8 +19,9 @@ from sql.connection import Session
 class Submission:
     """One run to admit. ``input``, ``labels`` and ``extras`` (what few runs have) are JSON text.
 
-    ``named``: the caller chose ``run_id``. ``request`` recognises the run when the call is made again after a
-    lost answer, and is the lease token if ``claim`` (admit as already claimed by this host).
+    ``named``: the caller chose ``run_id``. ``replaces``: it may leave a request to cancel another run behind.
+    ``request`` recognises the run when the call is made again after a lost answer, and is the lease token if
+    ``claim`` (admit as already claimed by this host).
     """
 
     run_id: str
@@ -35,6 +36,7 @@ class Submission:
     at: datetime | None = None
     labels: str | None = None
     extras: str | None = None
+    replaces: bool = False
     claim: bool = False
     request: int = attrs.field(factory=new_token)
 
@@ -43,8 +45,9 @@ class Submission:
 class Admitted:
     """What became of one submission.
 
-    ``outcome``: ``created``, ``existing`` (same play and input), ``conflict`` (taken by another play or input),
-    ``two_runs`` (run id and idempotency key name different runs), ``busy`` (the key is in an open transaction).
+    ``outcome``: ``created``, ``existing`` (same play and input, or it holds the unique key), ``conflict`` (taken by
+    another play or input), ``two_runs`` (run id and idempotency key name different runs), ``duplicate`` (another run
+    holds the unique key), ``busy`` (the key is in an open transaction).
     """
 
     outcome: str

@@ -59,6 +59,14 @@ class IdempotencyConflict(RunlaneError):
         self.run_id = run_id
 
 
+class DuplicateRun(RunlaneError):
+    """Another run holds the unique key; ``run_id`` names that run."""
+
+    def __init__(self, message: str, run_id: str) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+
+
 # --- outcomes ----------------------------------------------------------------------------------------
 
 

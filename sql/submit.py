@@ -12,17 +12,25 @@ from typing import Any
 
 from sql.calls import call
 from sql.connection import Session
-from sql.errors import IdempotencyConflict, InputRefused, KernelRefused, RunlaneError, UnknownPlay
+from sql.errors import (
+    DuplicateRun,
+    IdempotencyConflict,
+    InputRefused,
+    KernelRefused,
+    RunlaneError,
+    UnknownPlay,
+)
 
 _REFUSED = "RL001"
 _CONFLICT = "RL003"
+_DUPLICATE = "RL004"
 
 
 async def submit(session: Session, play: str, input: str, options: Mapping[str, Any]) -> tuple[str, bool]:
     """Submit one run and return its id and whether it is new. ``input`` is JSON text.
 
     ``options`` are those of ``submit_run``, None meaning absent. Safe to repeat with a run id or an idempotency
-    key. Raises ``InputRefused``, ``UnknownPlay`` or ``IdempotencyConflict``.
+    key. Raises ``InputRefused``, ``UnknownPlay``, ``IdempotencyConflict`` or ``DuplicateRun``.
     """
     given = {name: value for name, value in options.items() if value is not None}
     try:
@@ -41,6 +49,8 @@ def _refusal(exc: KernelRefused) -> RunlaneError:
     message = str(exc).removesuffix(f" ({detail}) [{exc.sqlstate}]")
     if exc.sqlstate == _CONFLICT:
         return IdempotencyConflict(message, detail)
+    if exc.sqlstate == _DUPLICATE:
+        return DuplicateRun(message, detail)
     if exc.sqlstate == _REFUSED:
         field = detail.removeprefix("options.")
         reason = message.partition(": ")[2]

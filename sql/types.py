@@ -19,6 +19,13 @@ OPEN_STATUSES = frozenset({"queued", "running", "waiting"})
 TERMINAL_STATUSES = frozenset({"completed", "failed", "cancelled"})
 TERMINAL_FACTS = frozenset({"run.completed", "run.failed", "run.cancelled"})
 
+# What a launch may say of itself. Closed lists: what a newer version has stored and this one does not know is dropped
+# where it is read, never passed on. ``submit.sql`` has the same.
+SURFACES = ("api", "app", "chat", "cli", "sdk", "sql")
+TRIGGERS = ("api", "event", "manual", "parent", "schedule", "sql_listener", "system", "webhook")
+SCOPES = ("org", "system")
+ON_CONFLICT = ("reject", "existing", "replace")
+
 
 class Lane(enum.IntEnum):
     """The two ordered streams of a run's facts; order is promised per lane."""

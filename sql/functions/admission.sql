@@ -1,7 +1,7 @@
 -- admission: runs come in, in sets, each with its first fact.
 --
 -- Lock order: none. Admission inserts rows and takes one transaction-level advisory lock per key that
--- somebody else might also be inserting (an idempotency key, a run id of the caller's own). They are *tried*,
+-- somebody else might also be inserting (an idempotency key, a unique key, a run id of the caller's own). They are *tried*,
 -- so that a key in a caller's open transaction makes that one item "busy" and holds up nobody. What is known to exist
 -- is not inserted at all: that would wait for whoever is changing that row.
 -- Fence: the primary key and the idempotency index.
@@ -29,12 +29,14 @@ $$;
 --   p_requests  random per item and kept in the first fact: an item that is asked again after a lost answer
 --               recognises its own run; also the lease token of an item admitted as claimed
 --   p_extras    what few runs have, or NULL: {"receiver", "terminal_receiver", "parent_id", "root_id",
---               "concurrency_key", …}; all of it is told in the first fact, some of it has a column
+--               "concurrency_key", "unique" (see unique.sql), …}; all of it is told in the first fact, some of it
+--               has a column
 --   p_claim     admit as already claimed by p_owner (only items that are due now)
 --   p_wait      wait for a key held by an open transaction instead of answering busy
 --
 -- outcome: created | existing (same play, organisation and input) | conflict (taken by another) | two_runs
--- (run id and key name different runs) | busy (the key is in somebody's open transaction)
+-- (run id and key name different runs) | duplicate (another run holds the unique key) | busy (the key is in
+-- somebody's open transaction)
 CREATE OR REPLACE FUNCTION @schema@.admit_runs(
     p_run_ids text[], p_named boolean[], p_plays text[], p_buckets bigint[], p_priorities smallint[],
     p_orgs text[], p_keys text[], p_delays double precision[], p_ats timestamptz[], p_labels jsonb[],
@@ -50,6 +52,8 @@ DECLARE
     v_busy   boolean[] := array_fill(false, ARRAY[v_total]);  -- dense: a gap in front would shift every item
     v_known  boolean[];  -- NULL: nobody but us can know any of these
     v_made   text[];
+    v_held   text[];     -- NULL: nobody asks for a unique key; else by position the run that keeps it
+    v_some   CONSTANT boolean := num_nonnulls(VARIADIC p_extras) > 0;
     v_now    timestamptz;
     v_lock   bigint;
 BEGIN
@@ -57,7 +61,8 @@ BEGIN
         FOREACH v_lock IN ARRAY ARRAY[
             CASE WHEN p_named[i] THEN hashtextextended('@schema@' || E'\x1f' || p_run_ids[i], 1) END,
             CASE WHEN p_keys[i] IS NOT NULL THEN hashtextextended(
-                concat_ws(E'\x1f', '@schema@', coalesce(p_orgs[i], ''), p_plays[i], p_keys[i]), 2) END]
+                concat_ws(E'\x1f', '@schema@', coalesce(p_orgs[i], ''), p_plays[i], p_keys[i]), 2) END,
+            CASE WHEN v_some THEN unique_lock(p_orgs[i], p_plays[i], p_extras[i]) END]
         LOOP
             CONTINUE WHEN v_lock IS NULL;
             IF p_wait THEN
@@ -72,25 +77,31 @@ BEGIN
         END IF;
     END LOOP;
 
-    IF true = ANY (p_named) OR num_nonnulls(VARIADIC p_keys) > 0 THEN
-        SELECT array_agg(EXISTS (SELECT 1 FROM runs WHERE i.named AND runs.run_id = ANY (ARRAY[i.run_id]))
+    IF true = ANY (p_named) OR num_nonnulls(VARIADIC p_keys) > 0 OR v_some THEN
+        SELECT array_agg(EXISTS (SELECT 1 FROM runs
+                                  WHERE (i.named OR i.extras ? 'unique') AND runs.run_id = ANY (ARRAY[i.run_id]))
                       OR EXISTS (SELECT 1 FROM runs
                                   WHERE i.key IS NOT NULL AND runs.idempotency_key IS NOT NULL
                                     AND coalesce(runs.org_id, '') = coalesce(i.org_id, '') AND runs.play = i.play
                                     AND runs.idempotency_key = i.key)
                          ORDER BY i.ord)
           INTO v_known
-          FROM unnest(p_run_ids, p_named, p_plays, p_orgs, p_keys) WITH ORDINALITY
-               AS i (run_id, named, play, org_id, key, ord);
+          FROM unnest(p_run_ids, p_named, p_plays, p_orgs, p_keys, p_extras) WITH ORDINALITY
+               AS i (run_id, named, play, org_id, key, extras, ord);
     END IF;
     v_now := clock();
+    IF v_some AND EXISTS (SELECT 1 FROM unnest(p_extras) AS e (extras) WHERE e.extras ? 'unique') THEN
+        v_held := take_unique_keys(p_run_ids, p_plays, p_orgs, p_extras,
+                                   (SELECT array_agg(s.busy OR s.known ORDER BY s.ord)
+                                      FROM unnest(v_busy, v_known) WITH ORDINALITY AS s (busy, known, ord)), v_now);
+    END IF;
 
     WITH items AS (
         SELECT i.*, coalesce(i.due, v_now + make_interval(secs => i.delay_s), v_now) AS due_at
           FROM unnest(p_run_ids, p_plays, p_buckets, p_priorities, p_orgs, p_keys, p_delays, p_ats, p_labels,
-                      p_extras, p_requests, p_claim, v_busy, v_known)
+                      p_extras, p_requests, p_claim, v_busy, v_known, v_held)
                AS i (run_id, play, bucket, priority, org_id, key, delay_s, due, labels, extras, request, claim, busy,
-                     known)
+                     known, held)
     ), made AS (
         INSERT INTO runs (
             run_id, play, bucket, priority, org_id, idempotency_key, labels, release_id, environment,
@@ -110,7 +121,7 @@ BEGIN
                coalesce(extras ->> 'receiver', ''), extras ->> 'terminal_receiver', extras ->> 'parent_id',
                extras ->> 'root_id', extras ->> 'concurrency_key'
           FROM items
-         WHERE busy IS NOT TRUE AND known IS NOT TRUE
+         WHERE busy IS NOT TRUE AND known IS NOT TRUE AND held IS NULL
         ON CONFLICT DO NOTHING
         RETURNING run_id
     )
@@ -128,6 +139,9 @@ BEGIN
       FROM unnest(p_run_ids, p_claim, v_busy) AS i (run_id, claim, busy)
      WHERE i.claim AND (cardinality(v_made) = v_total OR (i.run_id = ANY (v_made) AND i.busy IS NOT TRUE));
 
+    IF v_held IS NOT NULL AND NOT p_wait THEN
+        PERFORM forget_unique_keys(2 * v_total, v_now);
+    END IF;
     IF cardinality(v_made) = v_total THEN
         RETURN QUERY SELECT i.ord::integer, 'created'::text, i.run_id, true, i.claim
                        FROM unnest(p_run_ids, p_claim) WITH ORDINALITY AS i (run_id, claim, ord);
@@ -139,6 +153,8 @@ BEGIN
     SELECT i.ord::integer,
            CASE WHEN i.busy THEN 'busy'
                 WHEN i.run_id = ANY (v_made) THEN 'created'
+                WHEN i.held IS NOT NULL
+                THEN CASE i.extras #>> '{unique,on_conflict}' WHEN 'existing' THEN 'existing' ELSE 'duplicate' END
                 WHEN k.run_id <> n.run_id
                   OR (i.named AND k.run_id <> i.run_id)
                   OR (n.run_id IS NOT NULL AND n.idempotency_key IS DISTINCT FROM coalesce(i.key, n.idempotency_key))
@@ -147,12 +163,12 @@ BEGIN
                 WHEN r.play = i.play AND r.org_id IS NOT DISTINCT FROM i.org_id AND f.payload -> 'input' = i.input
                 THEN 'existing'
                 ELSE 'conflict' END,
-           coalesce(r.run_id, i.run_id),
+           coalesce(i.held, r.run_id, i.run_id),
            coalesce(i.run_id = ANY (v_made) OR f.payload ->> 'request' = to_hex(i.request), false),
            coalesce(i.claim AND r.status = 'running' AND r.attempt = 1 AND r.lease_token = i.request
                     AND r.lease_owner = p_owner, false)
-      FROM unnest(p_run_ids, p_named, p_plays, p_orgs, p_keys, p_inputs, p_requests, p_claim, v_busy)
-           WITH ORDINALITY AS i (run_id, named, play, org_id, key, input, request, claim, busy, ord)
+      FROM unnest(p_run_ids, p_named, p_plays, p_orgs, p_keys, p_inputs, p_extras, p_requests, p_claim, v_busy, v_held)
+           WITH ORDINALITY AS i (run_id, named, play, org_id, key, input, extras, request, claim, busy, held, ord)
       LEFT JOIN LATERAL (SELECT * FROM runs WHERE runs.run_id = ANY (ARRAY[i.run_id])) n ON true
       LEFT JOIN LATERAL (SELECT * FROM runs
                           WHERE coalesce(runs.org_id, '') = coalesce(i.org_id, '')

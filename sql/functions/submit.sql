@@ -3,9 +3,11 @@
 --   SELECT * FROM runlane.submit_run('audit', '{"path": "…"}', '{"delay": 60}');
 --
 -- It may be called inside the caller's own transaction: rolled back means never seen. Everything is checked
--- here that a host checks at its own door; a refusal raises SQLSTATE RL001 and names the field.
+-- here that a host checks at its own door; a refusal raises SQLSTATE RL001 and names the field. A run id or
+-- idempotency key of another run raises RL003, a unique key that another run holds RL004; DETAIL is that run's id.
 -- Options: run_id, idempotency_key, org_id, priority, delay (seconds), at (timestamp), labels, release_id,
--- environment, notify (default true).
+-- environment, unique_key, unique_for_s (seconds; absent: until the run has ended), on_conflict (reject, existing or
+-- replace; of the unique key), surface, trigger, scope, terminal_receiver, array_input_receiver, notify (default true).
 
 CREATE OR REPLACE FUNCTION @schema@.refuse(p_field text, p_reason text) RETURNS void
 LANGUAGE plpgsql
@@ -64,6 +66,46 @@ BEGIN
 END
 $$;
 
+-- A text option that is one of p_allowed, or NULL where it is absent or null.
+CREATE OR REPLACE FUNCTION @schema@.choice_option(p_options jsonb, p_name text, p_allowed text[]) RETURNS text
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+BEGIN
+    IF (p_options ->> p_name) <> ALL (p_allowed) OR jsonb_typeof(p_options -> p_name) NOT IN ('string', 'null') THEN
+        PERFORM refuse('options.' || p_name, 'must be one of ' || array_to_string(p_allowed, ', '));
+    END IF;
+    RETURN p_options ->> p_name;
+END
+$$;
+
+-- What few runs have, out of the options of submit_run, or NULL: the p_extras of admit_runs.
+CREATE OR REPLACE FUNCTION @schema@.extra_options(p_options jsonb) RETURNS jsonb
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+DECLARE
+    v_key    text := text_option(p_options, 'unique_key', 255);
+    v_for_s  numeric := number_option(p_options, 'unique_for_s');
+    v_choice text := choice_option(p_options, 'on_conflict', '{reject, existing, replace}');
+BEGIN
+    IF v_key IS NULL AND num_nonnulls(v_for_s, v_choice) > 0 THEN
+        PERFORM refuse('options.unique_key', 'unique_for_s and on_conflict are of a unique key: give one');
+    ELSIF v_for_s <= 0 OR v_for_s > 316224000 THEN
+        PERFORM refuse('options.unique_for_s', 'must be seconds above 0, at most 316224000 (10 years)');
+    END IF;
+    RETURN nullif(jsonb_strip_nulls(jsonb_build_object(
+        'unique', CASE WHEN v_key IS NOT NULL THEN jsonb_build_object(
+            'key', v_key, 'for_s', v_for_s, 'on_conflict', coalesce(v_choice, 'reject')) END,
+        'surface', choice_option(p_options, 'surface', '{api, app, chat, cli, sdk, sql}'),
+        'trigger', choice_option(p_options, 'trigger',
+            '{api, event, manual, parent, schedule, sql_listener, system, webhook}'),
+        'scope', choice_option(p_options, 'scope', '{org, system}'),
+        'terminal_receiver', text_option(p_options, 'terminal_receiver', 128),
+        'array_input_receiver', text_option(p_options, 'array_input_receiver', 128))), '{}');
+END
+$$;
+
 -- Refuses what jsonb takes and a host could not read back or would not have sent.
 CREATE OR REPLACE FUNCTION @schema@.check_payload(p_field text, p_payload jsonb) RETURNS void
 LANGUAGE plpgsql
@@ -109,7 +151,9 @@ DECLARE
     v_labels      jsonb;
     v_answer      record;
 BEGIN
-    PERFORM check_options(p_options, '{run_id, idempotency_key, org_id, priority, delay, at, labels, release_id, environment, notify}');
+    PERFORM check_options(p_options, '{run_id, idempotency_key, org_id, priority, delay, at, labels, release_id,
+        environment, unique_key, unique_for_s, on_conflict, surface, trigger, scope, terminal_receiver,
+        array_input_receiver, notify}');
     PERFORM check_payload('input', p_input);
     IF NOT EXISTS (SELECT 1 FROM plays WHERE name = p_play) THEN
         PERFORM refuse('play', format('no host has ever registered a play named %L', coalesce(p_play, 'NULL')));
@@ -160,13 +204,15 @@ BEGIN
                ARRAY[coalesce(v_run_id, new_run_id())], ARRAY[v_run_id IS NOT NULL], ARRAY[p_play],
                ARRAY[bucket_of(p_play, v_release, v_environment, v_priority::integer)],
                ARRAY[v_priority::smallint], ARRAY[v_org], ARRAY[v_key], ARRAY[v_delay::double precision], ARRAY[v_at],
-               ARRAY[v_labels], ARRAY[p_input], ARRAY[NULL::jsonb],
+               ARRAY[v_labels], ARRAY[p_input], ARRAY[extra_options(p_options)],
                ARRAY[('x' || left(md5(gen_random_uuid()::text), 15))::bit(60)::bigint],
                ARRAY[false], NULL, NULL, v_release, v_environment, true) a;
 
     IF v_answer.outcome IN ('conflict', 'two_runs') THEN
         RAISE EXCEPTION 'run id or idempotency key is taken by run % with another play, key or input', v_answer.run_id
             USING ERRCODE = 'RL003', DETAIL = v_answer.run_id;
+    ELSIF v_answer.outcome = 'duplicate' THEN
+        RAISE EXCEPTION 'unique key is held by run %', v_answer.run_id USING ERRCODE = 'RL004', DETAIL = v_answer.run_id;
     ELSIF v_answer.outcome = 'busy' THEN
         RAISE EXCEPTION 'run id or idempotency key was taken by a transaction this one cannot see'
             USING ERRCODE = 'serialization_failure';
@@ -174,6 +220,9 @@ BEGIN
 
     IF coalesce((p_options ->> 'notify')::boolean, true) THEN
         PERFORM pg_notify(channel('runs'), '');
+        IF p_options ->> 'on_conflict' = 'replace' THEN
+            PERFORM pg_notify(channel('control'), '');
+        END IF;
     END IF;
     RETURN QUERY SELECT v_answer.run_id, v_answer.created;
 END

@@ -24,6 +24,7 @@ CREATE TABLE @schema@.runs (
     priority          smallint    NOT NULL DEFAULT 0,
     lane_skips        smallint    NOT NULL DEFAULT 0,  -- prefixes an operator skipped: the generation of the keys
     lane_pending      boolean     NOT NULL GENERATED ALWAYS AS (acked_seq < last_seq) STORED,
+    array_input       boolean     NOT NULL DEFAULT false,  -- input pages are staged: its terminal's delivery retires them
     lane_rank         smallint    NOT NULL GENERATED ALWAYS AS (
                           CASE WHEN acked_seq = 0 THEN 0             -- the admission itself
                                WHEN terminal_seq > acked_seq THEN 1  -- an end nobody has seen yet

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-from sql import claim, control, due, facts, lanes, leases, settle, status
+from sql import admission, array_input, claim, control, due, facts, lanes, leases, settle, status
 from sql.calls import new_token
 from sql.types import Lane
 from tests.support.callers import Caller, open_caller
@@ -29,6 +29,7 @@ CALLS_BEFORE = 7  # past the point where a session stops planning anew
 
 _TABLES = [
     "runs", "facts", "attempts", "waits", "lanes", "cancellations", "ledger_runs", "ledger_logs", "hosts", "plays",
+    "unique_keys",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
@@ -62,6 +63,9 @@ INSERT INTO @schema@.ledger_runs (run_id, play, status, accepted_at, updated_at,
 SELECT run_id, 'alpha', 'completed', created_at, created_at, 3, 3 FROM @schema@.runs WHERE run_id LIKE 'old-%';
 INSERT INTO @schema@.ledger_logs (run_id, seq, created_at, payload)
 SELECT run_id, seq, created_at, '{}' FROM @schema@.runs, generate_series(1, 3) AS seq WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.unique_keys (org_id, play, key, run_id, checked_at)
+SELECT '', 'alpha', 'key-' || substr(run_id, 5), run_id, created_at - '1 hour'::interval
+  FROM @schema@.runs WHERE run_id LIKE 'old-%';
 """
 _READ = """
 SELECT c.relname, pg_stat_get_xact_tuples_returned(c.oid) AS n
@@ -119,6 +123,24 @@ async def _admit_again(kernel: Kernel, batch: Batch) -> None:
 async def _submit_run(kernel: Kernel, _: Batch) -> None:
     options = json.dumps({"idempotency_key": str(new_token())})
     await kernel.fetch("SELECT * FROM @schema@.submit_run('alpha', '1', $1)", options)
+
+
+def _unique(kernel: Kernel, key: str, on_conflict: str) -> admission.Submission:
+    unique = {"unique": {"key": key, "on_conflict": on_conflict}}
+    return kernel.submission(extras=json.dumps(unique), delay_s=86_400.0)
+
+
+async def _admit_unique(kernel: Kernel, _: Batch) -> None:
+    for on_conflict in ("replace", "existing"):
+        answers = await kernel.admit([_unique(kernel, f"key-{n:06}", on_conflict) for n in range(ITEMS)])
+        assert all(answer.created is (on_conflict == "replace") for answer in answers)
+
+
+async def _register_array_input(kernel: Kernel, batch: Batch) -> None:
+    intents = [
+        array_input.Intent(item.run_id, item.org_id, item.attempt, item.token) for item in batch.items
+    ]
+    assert set(await array_input.register(kernel.session, intents)) == {"no_receiver"}
 
 
 async def _claim(kernel: Kernel, _: Batch) -> None:
@@ -235,6 +257,8 @@ async def _backlog(kernel: Kernel, _: Batch) -> None:
 CALLS: dict[str, Call] = {
     "admit": _admit,
     "admit what exists": _admit_again,
+    "admit with unique keys": _admit_unique,
+    "register array input": _register_array_input,
     "submit_run": _submit_run,
     "claim": _claim,
     "renew": _renew,

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from sql import admission, claim, control, lanes
+from sql import admission, array_input, claim, control, lanes
 from sql.types import Lane
 from tests.support.kernel import Kernel
 
@@ -62,7 +62,8 @@ class Subject:
     prefixes: dict[Lane, lanes.Prefix] = attrs.field(factory=dict)
 
     def submission(self, kernel: Kernel, *, claimed: bool) -> admission.Submission:
-        return kernel.submission(run_id=self.run_id, request=REQUEST, claim=claimed)
+        extras = json.dumps({"array_input_receiver": "keeper"})
+        return kernel.submission(run_id=self.run_id, request=REQUEST, claim=claimed, extras=extras)
 
     def plain(self, value: Any) -> Any:
         """An answer without what differs from run to run."""
@@ -204,6 +205,12 @@ def _saying(lane: Lane) -> Transition:
     return Transition(f"say {lane.label}", Situation(run="running"), call, ("busy",))
 
 
+async def _register(kernel: Kernel, subject: Subject) -> Any:
+    fence = subject.fence
+    intent = array_input.Intent(fence.run_id, fence.org_id, fence.attempt, fence.token)
+    return (await array_input.register(kernel.session, [intent]))[0]
+
+
 def _cancelling(name: str, *, mark: bool) -> Transition:
     async def call(kernel: Kernel, subject: Subject) -> Any:
         return await kernel.cancel(subject.run_id, "request", mark=mark)
@@ -286,6 +293,7 @@ TRANSITIONS = {
         Transition("park", Situation(run="running"), _park, ("busy",)),
         _saying(Lane.LIFECYCLE),
         _saying(Lane.OBSERVABILITY),
+        Transition("register array input", Situation(run="running"), _register, ("busy",)),
         _cancelling("cancel", mark=False),
         _cancelling("cancel or mark", mark=True),
         Transition("cancel_run", Situation(), _cancel_run, hint=True),
