@@ -922,6 +922,8 @@ async def test_readiness_says_what_the_schema_lacks(hosts: Hosts) -> None:
         await hosts.ask(f"SELECT pg_terminate_backend({pid})")
 
         async def noticed() -> bool:
-            return not rt.readiness()["ready"] and rt.readiness()["schema"]["missing"] == ["function retry_lane"]
+            return not rt.readiness()["ready"] and rt.readiness()["schema"]["missing"] == [
+                "function retry_lane"
+            ]
 
         await eventually(noticed)

@@ -89,9 +89,7 @@ async def test_no_capacity_is_free(hosts: Hosts, sync: bool) -> None:
         assert (status.failures, status.crashes) == (0, 0)
         assert await outcomes(rt, handle.run_id) == ["deferred"] * 3 + ["completed"]
         attempts = await rt.attempts(handle.run_id)
-        gaps = [
-            (b.started_at - a.ended_at).total_seconds() for a, b in itertools.pairwise(attempts)
-        ]
+        gaps = [(b.started_at - a.ended_at).total_seconds() for a, b in itertools.pairwise(attempts)]
         assert all(gap >= 0.1 for gap in gaps)
         assert attempts[0].error["kind"] == "capacity_unavailable"
         await hosts.check([handle.run_id])

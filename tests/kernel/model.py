@@ -93,6 +93,43 @@ class LaneModel:
 
 
 @attrs.define
+class ReceiptModel:
+    """One step's receipt."""
+
+    function: str
+    attempt: int
+    lease: int
+    state: str = "claimed"
+    tries: int = 1
+    expires: float | None = None
+    failures: int = 0
+    final: bool = False
+    payload: str | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("claimed", "queued", "running")
+
+    def held_by(self, attempt: int, lease: int) -> bool:
+        return self.open and (self.attempt, self.lease) == (attempt, lease)
+
+    def claimable(self, now: float, attempt: int, lease: int, failures: int) -> bool:
+        if self.state == "failed":
+            return not self.final and self.failures < failures
+        if self.state == "released" or (self.open and self.attempt < attempt):
+            return True
+        return self.open and self.lease != lease and self.expires is not None and self.expires <= now
+
+    def ended_by(self, attempt: int, lease: int, outcome: str) -> bool:
+        ended = ("failed", True) if outcome == "fatal" else (outcome, outcome in ("completed", "skipped"))
+        return (self.attempt, self.lease, self.state, self.final) == (attempt, lease, *ended)
+
+
+class Final(Exception):
+    """A call would change a final receipt."""
+
+
+@attrs.define
 class RunModel:
     """One run."""
 
@@ -117,9 +154,12 @@ class RunModel:
     wait: str | None = None
     waits: dict[str, float] = attrs.field(factory=dict)
     passed: set[str] = attrs.field(factory=set)
+    steps: dict[str, ReceiptModel] = attrs.field(factory=dict)
     ended: dict[int, tuple[int | None, str]] = attrs.field(factory=dict)  # attempt: token, outcome
     begun: dict[int, float] = attrs.field(factory=dict)  # attempt: its start
-    outages: dict[int, tuple[str, float]] = attrs.field(factory=dict)  # attempt: kind and start of what deferred it
+    outages: dict[int, tuple[str, float]] = attrs.field(
+        factory=dict
+    )  # attempt: kind and start of what deferred it
     fences: list[tuple[int, int]] = attrs.field(factory=list)  # every attempt and token there was
     marks: list[tuple[float, str]] = attrs.field(factory=list)
     cancelled_by: str | None = None
@@ -227,6 +267,74 @@ class RunModel:
             return "lost"
         self.expires = max(self.expires or now, now + lease)
         return "renewed"
+
+    # --- steps ---------------------------------------------------------------------------------------
+
+    def claim_step(
+        self, now: float, attempt: int, token: int, key: str, function: str, lease: int, lease_s: float | None
+    ) -> str:
+        if not self.holds(attempt, token):
+            return "lost"
+        step = self.steps.get(key)
+        if step is None or step.claimable(now, attempt, lease, self.failures):
+            tries = 1 if step is None else step.tries + 1
+            expires = None if lease_s is None else now + lease_s
+            self.steps[key] = ReceiptModel(function, attempt, lease, tries=tries, expires=expires)
+            return "claimed"
+        if step.open:
+            return "claimed" if step.lease == lease else "held"
+        return step.state if step.function == function else "conflict"
+
+    def end_step(
+        self,
+        attempt: int,
+        token: int,
+        key: str,
+        lease: int,
+        outcome: str,
+        payload: str | None,
+        function: str | None,
+    ) -> str:
+        step = self.steps.get(key)
+        if step is not None and step.ended_by(attempt, lease, outcome):
+            return "done"
+        if not self.holds(attempt, token):
+            return "lost"
+        if step is None and function is not None:
+            step = self.steps[key] = ReceiptModel(function, attempt, lease, tries=0)
+        elif step is not None and step.open and function is not None and step.attempt < attempt:
+            step.attempt, step.lease = attempt, lease
+        if step is None or not step.held_by(attempt, lease):
+            if step is not None and step.final:
+                raise Final
+            return "lost"
+        step.state = "failed" if outcome == "fatal" else outcome
+        step.final = outcome in ("completed", "skipped", "fatal")
+        step.function = function or step.function
+        step.failures, step.payload, step.expires = self.failures, payload, None
+        return "done"
+
+    def mark_step(
+        self,
+        now: float,
+        attempt: int,
+        token: int,
+        key: str,
+        lease: int,
+        state: str | None,
+        lease_s: float | None,
+    ) -> str:
+        step = self.steps.get(key)
+        if not self.holds(attempt, token) or step is None:
+            return "lost"
+        if not step.held_by(attempt, lease):
+            if step.final:
+                raise Final
+            return "lost"
+        step.state = state or step.state
+        if lease_s is not None:
+            step.expires = max(step.expires or 0.0, now + lease_s)
+        return "done"
 
     def cancel(self, now: float, request: str) -> str:
         if self.over:

@@ -22,8 +22,9 @@ from hypothesis.stateful import (
 )
 
 from sql import claim, control, facts, lanes, leases
+from sql.errors import KernelRefused
 from sql.types import Lane
-from tests.kernel.model import CRASH_CAP, NEVER, LaneModel, Model, RunModel
+from tests.kernel.model import CRASH_CAP, NEVER, Final, LaneModel, Model, RunModel
 from tests.support.invariants import check_invariants
 from tests.support.kernel import LEASE_S, PLAYS, Kernel, saying
 from tests.support.portal import Portal, open_portal
@@ -36,7 +37,7 @@ LANE_LEASE_S = 30.0
 
 _CLEAR = """
 TRUNCATE @schema@.runs, @schema@.facts, @schema@.attempts, @schema@.waits, @schema@.lanes,
-         @schema@.cancellations, @schema@.ledger_runs, @schema@.ledger_logs;
+         @schema@.cancellations, @schema@.ledger_runs, @schema@.ledger_logs, @schema@.receipts;
 UPDATE @schema@.test_clock SET stands = '2030-01-01T00:00:00Z';
 """
 _RUNS = """
@@ -53,6 +54,11 @@ SELECT run_id, status, attempt, lease_token, lease_owner, lease_expires_at, due_
 _LANES = """
 SELECT run_id, last_seq, acked_seq, frozen_seq, lane_attempts, lane_token, lane_expires_at, lane_due_at, lane_error
   FROM @schema@.lanes
+"""
+_STEPS = """
+SELECT run_id, key, function, attempt, lease, state, tries, lease_expires_at, run_failures, final,
+       coalesce(output, error)::text AS payload
+  FROM @schema@.receipts
 """
 
 
@@ -71,6 +77,8 @@ index = st.integers(0, 999)
 seldom = st.sampled_from([False, False, False, True])
 delays = st.sampled_from([0.0, 0.0, 3.0, 20.0, 90.0])
 lane_kinds = st.sampled_from(list(Lane))
+step_keys = st.sampled_from(["s", "s", "t"])
+step_leases = st.sampled_from([None, None, None, 7])  # the attempt's token, or a holder of its own
 
 
 class KernelMachine(RuleBasedStateMachine):
@@ -89,10 +97,10 @@ class KernelMachine(RuleBasedStateMachine):
     def kernel(self) -> Kernel:
         return self.portal.kernel
 
-    def do(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    def do(self, function: Callable[..., Awaitable[T]], /, *args: Any, **kwargs: Any) -> T:
         return self.portal.call(function, *args, **kwargs)
 
-    def twice(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    def twice(self, function: Callable[..., Awaitable[T]], /, *args: Any, **kwargs: Any) -> T:
         """Call, lose the answer, and ask again: both answers must be the same."""
         first, second = (self.do(function, *args, **kwargs) for _ in range(2))
         assert first == second
@@ -301,6 +309,84 @@ class KernelMachine(RuleBasedStateMachine):
         sayings = [saying(item, ordinal, lane) for ordinal, lane in numbered]
         assert self.twice(facts.append, self.kernel.session, sayings) == [expected] * len(said)
 
+    @precondition(begun)
+    @rule(
+        pick=index,
+        stale=seldom,
+        key=step_keys,
+        function=st.sampled_from(["f", "f", "f", "g"]),
+        lease=step_leases,
+        lease_s=st.sampled_from([None, None, 5.0]),
+    )
+    def claim_step(
+        self, pick: int, stale: bool, key: str, function: str, lease: int | None, lease_s: float | None
+    ) -> None:
+        run, item = self.fence(pick, stale)
+        expected = run.claim_step(
+            self.model.now, item.attempt, item.token, key, function, lease or item.token, lease_s
+        )
+        answer = self.twice(self.kernel.claim_step, item, key, function, lease=lease, lease_s=lease_s)
+        assert answer.answer == expected
+        if expected != "lost":
+            step = run.steps[key]
+            assert (answer.function, answer.tries) == (step.function, step.tries)
+            assert (answer.output or answer.error) == step.payload
+
+    @precondition(begun)
+    @rule(
+        pick=index,
+        stale=seldom,
+        key=step_keys,
+        lease=step_leases,
+        outcome=st.sampled_from(
+            ["completed", "completed", "skipped", "failed", "failed", "fatal", "released"]
+        ),
+        insert=seldom,
+    )
+    def end_step(
+        self, pick: int, stale: bool, key: str, lease: int | None, outcome: str, insert: bool
+    ) -> None:
+        run, item = self.fence(pick, stale)
+        payload = None if outcome == "released" else str(self.token())
+        function = "f" if insert else None
+        try:
+            expected = run.end_step(
+                item.attempt, item.token, key, lease or item.token, outcome, payload, function
+            )
+        except Final:
+            with pytest.raises(KernelRefused, match="for good"):
+                self.do(
+                    self.kernel.end_step, item, outcome, key, payload=payload, lease=lease, function=function
+                )
+            return
+        answer = self.twice(
+            self.kernel.end_step, item, outcome, key, payload=payload, lease=lease, function=function
+        )
+        assert answer == expected
+
+    @precondition(begun)
+    @rule(
+        pick=index,
+        stale=seldom,
+        key=step_keys,
+        lease=step_leases,
+        state=st.sampled_from(["queued", "running", None]),
+        lease_s=st.sampled_from([None, 8.0]),
+    )
+    def mark_step(
+        self, pick: int, stale: bool, key: str, lease: int | None, state: str | None, lease_s: float | None
+    ) -> None:
+        run, item = self.fence(pick, stale)
+        try:
+            expected = run.mark_step(
+                self.model.now, item.attempt, item.token, key, lease or item.token, state, lease_s
+            )
+        except Final:
+            with pytest.raises(KernelRefused, match="for good"):
+                self.do(self.kernel.mark_step, item, state, key, lease=lease, lease_s=lease_s)
+            return
+        assert self.twice(self.kernel.mark_step, item, state, key, lease=lease, lease_s=lease_s) == expected
+
     @precondition(many_open)
     @rule(pick=index, mark=st.booleans(), request=st.sampled_from(["q", "r"]))
     def cancel(self, pick: int, mark: bool, request: str) -> None:
@@ -508,6 +594,18 @@ class KernelMachine(RuleBasedStateMachine):
         logs = {row["run_id"]: lane_row(row) for row in self.do(self.kernel.fetch, _LANES)}
         assert logs == {
             run.run_id: lane_tuple(run.logs) for run in self.model.runs.values() if run.logs is not None
+        }
+        steps = {
+            (row["run_id"], row["key"]): (
+                row["function"], row["attempt"], row["lease"], row["state"], row["tries"], at(row["lease_expires_at"]),
+                row["run_failures"], row["final"], row["payload"],
+            )
+            for row in self.do(self.kernel.fetch, _STEPS)
+        }  # fmt: skip
+        assert steps == {
+            (run.run_id, key): attrs.astuple(step)
+            for run in self.model.runs.values()
+            for key, step in run.steps.items()
         }
 
 

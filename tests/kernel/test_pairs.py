@@ -33,6 +33,7 @@ ONE_REQUEST = {("cancel_run", "cancel_run")}
 
 # The same statements as one that stands for them in the short run; the soak takes all.
 ALIKE = {"admit", "failed", "released", "deferred", "cancel", "lifecycle acknowledge", "lifecycle block"}
+ALIKE |= {"fail step", "release step"}
 ALIKE |= {
     f"observability {verb}" for verb in ("acknowledge", "hand back", "hand back unsent", "block", "renew")
 }

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-from sql import admission, array_input, claim, control, due, facts, lanes, leases, settle, status
+from sql import admission, array_input, claim, control, due, facts, lanes, leases, receipts, settle, status
 from sql.calls import new_token
 from sql.types import Lane
 from tests.support.callers import Caller, open_caller
@@ -30,6 +30,7 @@ CALLS_BEFORE = 7  # past the point where a session stops planning anew
 _TABLES = [
     "runs", "facts", "attempts", "waits", "lanes", "cancellations", "ledger_runs", "ledger_logs", "hosts", "plays",
     "unique_keys",
+    "receipts",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
@@ -56,6 +57,10 @@ INSERT INTO @schema@.attempts (run_id, attempt, token, owner, started_at, ended_
 SELECT run_id, 1, 9, 9, created_at, created_at, 'completed' FROM @schema@.runs WHERE run_id LIKE 'old-%';
 INSERT INTO @schema@.waits (run_id, key, kind, created_at, due_at)
 SELECT run_id, 'nap', 'sleep', created_at, created_at + '1 day' FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.receipts (run_id, key, function, state, final, attempt, lease, tries, run_failures, created_at,
+        claimed_at, finished_at, output)
+SELECT run_id, 'step', 'work', 'completed', true, 1, 9, 1, 0, created_at, created_at, created_at, '1'
+  FROM @schema@.runs WHERE run_id LIKE 'old-%';
 INSERT INTO @schema@.lanes (run_id, receiver, last_seq, acked_seq, lane_due_at)
 SELECT run_id, '', 3, CASE WHEN run_id LIKE '%9' THEN 1 ELSE 3 END, lane_due_at
   FROM @schema@.runs WHERE run_id LIKE 'old-%';
@@ -137,9 +142,7 @@ async def _admit_unique(kernel: Kernel, _: Batch) -> None:
 
 
 async def _register_array_input(kernel: Kernel, batch: Batch) -> None:
-    intents = [
-        array_input.Intent(item.run_id, item.org_id, item.attempt, item.token) for item in batch.items
-    ]
+    intents = [array_input.Intent(item.run_id, item.org_id, item.attempt, item.token) for item in batch.items]
     assert set(await array_input.register(kernel.session, intents)) == {"no_receiver"}
 
 
@@ -206,6 +209,34 @@ async def _expire(kernel: Kernel, _: Batch) -> None:
     assert (await kernel.expire()).expired == ITEMS
 
 
+async def _steps(kernel: Kernel, batch: Batch) -> None:
+    fences = [(item.run_id, item.attempt, item.token) for item in batch.items]
+    for key in "ab":
+        for _again in range(2):
+            asked = [receipts.ReceiptClaim(*fence, key, "work") for fence in fences]
+            answers = await receipts.claim(kernel.session, asked)
+            assert all(answer.answer == "claimed" for answer in answers)
+    marks = [receipts.ReceiptMark(*fence, "a", "running") for fence in fences]
+    assert set(await receipts.mark(kernel.session, marks)) == {"done"}
+    for _again in range(2):
+        ends = [receipts.ReceiptEnd(*fence, "a", "completed", "1") for fence in fences]
+        inserts = [receipts.ReceiptEnd(*fence, "c", "completed", "1", function="work") for fence in fences]
+        ended = await receipts.settle(kernel.session, [*ends, *inserts])
+        assert all(answer.answer == "done" for answer in ended)
+    # A later attempt finds one that is done, one to take over, and one that is new.
+    await settle.settle(kernel.session, batch.settlements("released"))
+    again = await kernel.claim(ITEMS, plays=["alpha"])
+    asked = [
+        receipts.ReceiptClaim(item.run_id, item.attempt, item.token, key, "work")
+        for item in again
+        for key in "abd"
+    ]
+    answers = await receipts.claim(kernel.session, asked)
+    assert [answer.answer for answer in answers] == ["completed", "claimed", "claimed"] * ITEMS
+    for item in again:
+        assert len(await receipts.read(kernel.session, item.run_id, after=None, limit=10, outputs=True)) == 4
+
+
 async def _next_due(kernel: Kernel, _: Batch) -> None:
     buckets = kernel.buckets(["alpha"]).ids
     await due.next_due(kernel.session, host=1, buckets=buckets, receivers=[""])
@@ -270,6 +301,7 @@ CALLS: dict[str, Call] = {
     "cancel": _cancel,
     "cancel_run and sweep": _cancel_run_and_sweep,
     "expire": _expire,
+    "steps": _steps,
     "next_due": _next_due,
     "lifecycle turn": _lane_turn(Lane.LIFECYCLE),
     "observability turn": _lane_turn(Lane.OBSERVABILITY),

@@ -104,6 +104,12 @@ _RULES = {
     "a wait is passed only after it was due, and on a run that has registered it": """
         SELECT c.run_id FROM waits c LEFT JOIN runs r ON r.run_id = c.run_id
          WHERE r.run_id IS NULL OR c.done_at < c.due_at""",
+    # --- steps ---------------------------------------------------------------------------------------
+    "a receipt belongs to an attempt that there was, and what is held has no result": """
+        SELECT c.run_id FROM receipts c LEFT JOIN runs r ON r.run_id = c.run_id
+         WHERE r.run_id IS NULL OR c.attempt NOT BETWEEN 1 AND r.attempt OR c.run_failures > r.failures
+            OR c.finished_at < c.created_at OR c.claimed_at < c.created_at
+            OR (c.state IN ('completed', 'skipped') AND c.output IS NULL)""",
     # --- lanes ---------------------------------------------------------------------------------------
     "a lane's cursor, frozen prefix and lease fit together, and somebody will look at it": """
         SELECT run_id FROM (
@@ -165,7 +171,7 @@ async def check_invariants(session: Session, *, ledger: bool = True) -> None:
         raise AssertionError("\n".join(f"broken: {name}: {runs[:5]}" for name, runs in broken.items()))
 
 
-_TABLES = ("runs", "facts", "attempts", "waits", "lanes", "ledger_runs", "ledger_logs")
+_TABLES = ("runs", "facts", "attempts", "waits", "lanes", "receipts", "ledger_runs", "ledger_logs")
 
 
 def _in_schema(text: str, schema: str) -> str:

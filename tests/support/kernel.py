@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from sql import admission, bundle, control, deployment, facts, lanes, leases, timers
+from sql import admission, bundle, control, deployment, facts, lanes, leases, receipts, timers
 from sql import claim as claims
 from sql import settle as settling
 from sql.calls import new_token
@@ -170,6 +170,33 @@ class Kernel:
     ) -> str:
         (answer,) = await facts.append(self.session, [saying(item, ordinal, lane, payload)])
         return answer
+
+    async def claim_step(
+        self, item: claims.Claimed, key: str = "step", function: str = "work", **fields: Any
+    ) -> receipts.Receipt:
+        asked = receipts.ReceiptClaim(item.run_id, item.attempt, item.token, key, function, **fields)
+        (answer,) = await receipts.claim(self.session, [asked])
+        return answer
+
+    async def end_step(
+        self, item: claims.Claimed, outcome: str = "completed", key: str = "step", **fields: Any
+    ) -> str:
+        if outcome != "released":
+            fields.setdefault("payload", "1")
+        asked = receipts.ReceiptEnd(item.run_id, item.attempt, item.token, key, outcome, **fields)
+        (answer,) = await receipts.settle(self.session, [asked])
+        return answer.answer
+
+    async def mark_step(
+        self, item: claims.Claimed, state: str | None = None, key: str = "step", **fields: Any
+    ) -> str:
+        asked = receipts.ReceiptMark(item.run_id, item.attempt, item.token, key, state, **fields)
+        (answer,) = await receipts.mark(self.session, [asked])
+        return answer
+
+    async def step(self, run_id: str, key: str = "step") -> receipts.StepRecord:
+        found = await receipts.read(self.session, run_id, after=None, limit=100, outputs=True)
+        return next(record for record in found if record.key == key)
 
     async def cancel(self, run_id: str, request_id: str = "r", *, mark: bool = False) -> str:
         (answer,) = await control.cancel(

@@ -23,7 +23,7 @@ class Portal:
     kernel: Kernel
     token: Any
 
-    def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    def call(self, function: Callable[..., Awaitable[T]], /, *args: Any, **kwargs: Any) -> T:
         return trio.from_thread.run(partial(function, *args, **kwargs), trio_token=self.token)
 
 

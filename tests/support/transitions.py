@@ -12,11 +12,12 @@ from typing import Any
 
 import attrs
 
-from sql import admission, array_input, claim, control, lanes
+from sql import admission, array_input, claim, control, lanes, receipts
 from sql.types import Lane
 from tests.support.kernel import Kernel
 
 FENCE, LANE_TOKEN, NEW_FENCE, NEW_LANE_TOKEN, REQUEST = 11, 22, 33, 44, 55
+HELD = "held"  # the step that the first attempt has claimed
 _START = "2030-01-01T00:00:00Z"
 _LANE_LEASE_S = 300.0  # outlives the lease of the attempt
 
@@ -26,6 +27,8 @@ SELECT jsonb_build_object(
     'facts', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.lane, t.seq) FROM @schema@.facts t WHERE t.run_id = $1),
     'attempts', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.attempt) FROM @schema@.attempts t WHERE t.run_id = $1),
     'waits', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.key) FROM @schema@.waits t WHERE t.run_id = $1),
+    'receipts', (SELECT jsonb_agg(to_jsonb(t) - 'heartbeat_at' ORDER BY t.key)
+                   FROM @schema@.receipts t WHERE t.run_id = $1),
     'lanes', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.lanes t WHERE t.run_id = $1),
     'cancellations', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.request_id)
                         FROM @schema@.cancellations t WHERE t.run_id = $1),
@@ -105,6 +108,7 @@ async def prepare_run(kernel: Kernel, situation: Situation, run_id: str) -> Subj
     await kernel.say(taken, 1)
     await kernel.say(taken, 2, Lane.OBSERVABILITY)
     await kernel.say(taken, 3, Lane.OBSERVABILITY)
+    await kernel.claim_step(taken, HELD)
     if situation.run == "queued":
         await kernel.settle(taken, "retried")
     elif situation.run == "waiting":
@@ -143,6 +147,7 @@ async def clear_away(kernel: Kernel, subject: Subject) -> None:
         "attempts",
         "waits",
         "lanes",
+        "receipts",
         "cancellations",
         "ledger_runs",
         "ledger_logs",
@@ -209,6 +214,30 @@ async def _register(kernel: Kernel, subject: Subject) -> Any:
     fence = subject.fence
     intent = array_input.Intent(fence.run_id, fence.org_id, fence.attempt, fence.token)
     return (await array_input.register(kernel.session, [intent]))[0]
+
+
+async def _claim_step(kernel: Kernel, subject: Subject) -> Any:
+    return (await kernel.claim_step(subject.fence, "new")).answer
+
+
+def _ending_step(name: str, outcome: str, key: str = HELD, function: str | None = None) -> Transition:
+    async def call(kernel: Kernel, subject: Subject) -> Any:
+        return await _unless_final(kernel.end_step(subject.fence, outcome, key, function=function))
+
+    return Transition(name, Situation(run="running"), call, ("busy",))
+
+
+async def _mark_step(kernel: Kernel, subject: Subject) -> Any:
+    return await _unless_final(kernel.mark_step(subject.fence, "running", HELD))
+
+
+async def _unless_final(calling: Awaitable[str]) -> str:
+    try:
+        return await calling
+    except Exception as error:  # the driver's own, through a caller's connection
+        if getattr(error, "sqlstate", None) != receipts.IMMUTABLE:
+            raise
+        return "final"
 
 
 def _cancelling(name: str, *, mark: bool) -> Transition:
@@ -294,6 +323,12 @@ TRANSITIONS = {
         _saying(Lane.LIFECYCLE),
         _saying(Lane.OBSERVABILITY),
         Transition("register array input", Situation(run="running"), _register, ("busy",)),
+        Transition("claim step", Situation(run="running"), _claim_step, ("busy",)),
+        _ending_step("complete step", "completed"),
+        _ending_step("fail step", "failed"),
+        _ending_step("release step", "released"),
+        _ending_step("insert step", "completed", "new", "work"),
+        Transition("mark step", Situation(run="running"), _mark_step, ("busy",)),
         _cancelling("cancel", mark=False),
         _cancelling("cancel or mark", mark=True),
         Transition("cancel_run", Situation(), _cancel_run, hint=True),
