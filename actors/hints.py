@@ -15,8 +15,8 @@ class Hints:
     """One flag per cause, each of which also wakes the actor that waits for it.
 
     ``here`` wakes this host for one of the kinds that hosts tell each other: ``runs`` (something to claim), ``lanes``
-    (something to deliver), ``terminals`` (a run has ended), ``control`` (a cancellation). ``elsewhere`` collects what
-    the listener sends to the others.
+    (something to deliver), ``terminals`` (a run has ended), ``control`` (a cancellation), ``schedules`` (one was
+    changed). ``elsewhere`` collects what the listener sends to the others.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,9 @@ class Hints:
 
         self.wake_control = WakeFlag()
         self.control = WakeFlag(forward=self.wake_control)  # a cancellation is recorded
+
+        self.wake_schedules = WakeFlag()
+        self.schedules = WakeFlag(forward=self.wake_schedules)  # one is due, or was changed
 
         self.timers = WakeFlag()
         self.to_send = WakeFlag()

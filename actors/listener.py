@@ -114,6 +114,8 @@ class Listener:
             hints.logs.set()
         if _soon(seen.leases_s, self._backstop_s):
             hints.timers.set()
+        if _soon(seen.schedules_s, self._backstop_s):
+            hints.schedules.set()
         if seen.cancellations:
             hints.control.set()
         hints.terminals.set()

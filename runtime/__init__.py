@@ -19,6 +19,7 @@ from runtime.http_ledger import HttpLedger  # noqa: E402
 from runtime.ledger import Ledger, LedgerNotCurrent, LedgerRejected, LedgerRetry, MemoryLedger  # noqa: E402
 from runtime.plays import Play, play  # noqa: E402
 from runtime.postgres_ledger import PostgresLedger  # noqa: E402
+from runtime.schedules import Schedule  # noqa: E402
 from runtime.submit import Submit  # noqa: E402
 from sql.errors import (  # noqa: E402
     CapacityUnavailable,
@@ -28,6 +29,7 @@ from sql.errors import (  # noqa: E402
     DependencyUnavailable,
     DuplicateRun,
     Fatal,
+    FireNotFound,
     HostFailed,
     HostStopping,
     IdempotencyConflict,
@@ -41,8 +43,10 @@ from sql.errors import (  # noqa: E402
     RunFailed,
     RunlaneError,
     RunNotFound,
+    ScheduleNotFound,
     UnknownPlay,
 )
+from sql.schedules import Fire, ScheduleStatus  # noqa: E402
 from sql.types import CancelOutcome, Delivery, Fact, Lane, RunStatus  # noqa: E402
 
 __all__ = [
@@ -58,6 +62,8 @@ __all__ = [
     "DuplicateRun",
     "Fact",
     "Fatal",
+    "Fire",
+    "FireNotFound",
     "Handle",
     "HostFailed",
     "HostStopping",
@@ -86,6 +92,9 @@ __all__ = [
     "RunlaneError",
     "Runtime",
     "RuntimeConfig",
+    "Schedule",
+    "ScheduleNotFound",
+    "ScheduleStatus",
     "Submit",
     "SyncContext",
     "UnknownPlay",

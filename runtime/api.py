@@ -29,6 +29,7 @@ from runtime.handle import Handle, check_timeout, output_of
 from runtime.ledger import Ledger
 from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
+from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
 from sql import facts, status
 from sql.control import Cancellation
@@ -41,6 +42,7 @@ from sql.errors import (
     RunlaneError,
     RunNotFound,
 )
+from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Fact, RunStatus
 
@@ -85,6 +87,7 @@ class Verbs:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._schedules = Schedules(link)
         self._config = link.config
 
     @property
@@ -237,6 +240,80 @@ class Verbs:
             raise RunNotFound(run_id)
         return CancelOutcome(answer == "cancelled", answer.removesuffix("_before"))
 
+    # --- schedules -----------------------------------------------------------------------------------
+
+    async def schedule(
+        self,
+        name: str,
+        play: Play | str,
+        input: Any = None,
+        *,
+        cron: str | None = None,
+        every_s: int | None = None,
+        timezone: str = "UTC",
+        missed: str = "last",
+        org_id: str | None = None,
+        priority: int = 0,
+        labels: Mapping[str, str] | None = None,
+    ) -> ScheduleStatus:
+        """Create a schedule, or change the one of that name, and return what stands. Safe to repeat.
+
+        It submits a run of ``play`` at each time of the ``cron`` line (five fields, or six with seconds in front) in
+        the IANA ``timezone``, or every ``every_s`` seconds from now; exactly one run per fire, whichever hosts live.
+        A schedule keeps its next fire unless it fires at other times than before, and its pause in any case.
+
+        ``missed`` says what becomes of fires for which no host was there, or that came during a pause: ``last`` makes
+        up for the latest of them, ``all`` for each (of more than 1,000 for the latest), ``skip`` drops those that are
+        late by more than 60 s. The runs have two more labels, ``schedule`` and ``fire_at``.
+
+        Raises InputRefused (PayloadRefused, UnknownPlay) naming the field.
+        """
+        return await self._schedules.put(
+            Schedule(
+                name,
+                play,
+                input,
+                cron=cron,
+                every_s=every_s,
+                timezone=timezone,
+                missed=missed,
+                org_id=org_id,
+                priority=priority,
+                labels=labels,
+            )
+        )
+
+    async def schedules(self) -> list[ScheduleStatus]:
+        """All schedules of this schema, by name."""
+        return await self._schedules.all()
+
+    async def pause_schedule(self, name: str) -> None:
+        """Let it fire nothing until it is resumed. Raises ScheduleNotFound."""
+        await self._schedules.pause(name, paused=True)
+
+    async def resume_schedule(self, name: str) -> None:
+        """Let it fire again; fires that came during the pause count as missed. Raises ScheduleNotFound."""
+        await self._schedules.pause(name, paused=False)
+
+    async def delete_schedule(self, name: str) -> bool:
+        """Delete it; whether it was there. Its runs go on, and what it has fired is kept as long as they are."""
+        return await self._schedules.delete(name)
+
+    async def fires(self, name: str, *, limit: int = 100, before: datetime | None = None) -> list[Fire]:
+        """What a schedule has fired, latest first. ``before``: the last ``fire_at`` of the page before.
+
+        Raises ScheduleNotFound.
+        """
+        return await self._schedules.fires(name, limit, before)
+
+    async def repair_fire(self, name: str, fire_time: datetime) -> Handle:
+        """Submit a recorded fire again, as its schedule says now, if its run is lost; the handle of its run.
+
+        ``handle.created`` says whether it had to be. Raises ScheduleNotFound or FireNotFound.
+        """
+        run_id, created = await self._schedules.repair(name, fire_time)
+        return Handle(run_id, self, created=created)
+
     # --- inside --------------------------------------------------------------------------------------
 
     async def _list(
@@ -294,10 +371,14 @@ class Runtime(Verbs):
         config: RuntimeConfig | None = None,
         *,
         plays: Iterable[Play] = (),
+        schedules: Iterable[Schedule] = (),
         ledger: Ledger | None = None,
         codec: JsonCodec | None = None,
     ) -> AsyncIterator[Runtime]:
         """Bring the schema up to date, start the actors, and stop them in order at the end of the block.
+
+        ``schedules`` are created or changed, as by ``schedule``, before the block begins; one that is no longer among
+        them stays until it is deleted.
 
         ``config`` None reads ``RUNLANE_*`` variables. ``ledger`` None keeps a read model in the same database. An error
         of the block leaves it unwrapped. A host that gives up cancels the block and raises HostFailed.
@@ -305,6 +386,8 @@ class Runtime(Verbs):
         At the end, running plays get ``grace_s``; then every lease is handed back within ``release_budget_s``.
         """
         async with cls._opened(config, plays, ledger, codec, deploy=True) as runtime:
+            for item in schedules:
+                await runtime._schedules.put(item)
             yield runtime
 
     @classmethod

@@ -32,6 +32,7 @@ from actors.lanes import LaneActor
 from actors.leases import Leases
 from actors.listener import Listener
 from actors.outbox import InDatabaseOutbox, Outbox
+from actors.schedules import Adoption, Change, Schedules
 from actors.settle import Settle
 from actors.timers import Timers
 from actors.watch import Query, Waiters, Watch
@@ -81,6 +82,7 @@ class Host:
     admissions: Mailbox[Admission]
     cancellations: Mailbox[CancelRequest]
     queries: Mailbox[Query]
+    changes: Mailbox[Change]
     submissions: Submissions
     executors: Executors
     supervisor: Supervisor
@@ -140,6 +142,9 @@ class _Composition:
         self.queries: Mailbox[Query] = Mailbox(
             "watch", _MOST_WAITING, wake=hints.wake_watch, abandon=_abandon
         )
+        self.changes: Mailbox[Change] = Mailbox(
+            "schedules", _MOST_WAITING, wake=hints.wake_schedules, abandon=_abandon
+        )
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
         execute = Executor(
             plays,
@@ -191,10 +196,14 @@ class _Composition:
             children.append(_child("control", desk, self.cancellations, self.intents))
             if self.plays:
                 children += self._work()
+            children.append(_child("schedules", self._schedules(), self.changes))
             children.append(_child("admission", self._admission(), self.admissions))
         else:
-            desk = Together(self.options, [self._watch(), self._control(), self._admission()])
-            children.append(_child("client", desk, self.admissions, self.cancellations, self.queries))
+            desk = Together(
+                self.options, [self._watch(), self._control(), self._schedules(), self._admission()]
+            )
+            mail = (self.admissions, self.cancellations, self.queries, self.changes)
+            children.append(_child("client", desk, *mail))
         supervisor = Supervisor(children, stop_budget_s=self.config.shutdown_budget_s)
         view = View(
             identity,
@@ -216,6 +225,7 @@ class _Composition:
             admissions=self.admissions,
             cancellations=self.cancellations,
             queries=self.queries,
+            changes=self.changes,
             submissions=Submissions(self.config, self.codec, self.plays, self._buckets_of),
             executors=self.executors,
             supervisor=supervisor,
@@ -331,6 +341,17 @@ class _Composition:
             environment=self.config.environment,
             hosted=self.plays.__contains__,
             caught_up=lambda: self.claim.caught_up,
+        )
+
+    def _schedules(self) -> Schedules:
+        config = self.config
+        adoption = Adoption(sorted(self.plays), config.release_id, config.environment)
+        return Schedules(
+            self.options,
+            self.changes,
+            self.hints,
+            adoption=adoption if self.plays else None,
+            on_fired=self.metrics.fired,
         )
 
     def _listener(self) -> Listener:
@@ -491,7 +512,7 @@ class _Say:
             self._mailbox.send_nowait(attempt)
 
 
-def _abandon(item: Admission | CancelRequest | IntentRequest | Query, error: RunlaneError) -> None:
+def _abandon(item: Admission | CancelRequest | Change | IntentRequest | Query, error: RunlaneError) -> None:
     reply: Reply[Any] = item.reply
     reply.set_error(error)
 

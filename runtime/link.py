@@ -13,6 +13,7 @@ import trio
 
 from actors.admission import Admission
 from actors.control import CancelRequest
+from actors.schedules import Change
 from runtime import host as composition
 from runtime.config import RuntimeConfig
 from runtime.submit import Submissions
@@ -54,6 +55,10 @@ class Link(Protocol):
         """The answer of ``read(session)``, which may be called more than once."""
         ...
 
+    async def change(self, make: Callable[[Session], Awaitable[T | None]]) -> T:
+        """The answer of a write to a schedule, which is made again as long as that is None: somebody holds the row."""
+        ...
+
     async def ended(self, run_id: str, timeout_s: float) -> Terminal | None:
         """How the run ended, as soon as it has; None when it has not after ``timeout_s``, which may be infinite."""
         ...
@@ -90,6 +95,14 @@ class ActorLink:
     async def ask(self, read: Callable[[Session], Awaitable[T]]) -> T:
         """As ``Link.ask``, on the connection that reads share."""
         answer: T = await composition.ask(self._host.queries, read, self.config.operation_timeout_s)
+        return answer
+
+    async def change(self, make: Callable[[Session], Awaitable[T | None]]) -> T:
+        """As ``Link.change``."""
+        change = Change(make, self._deadline())
+        await composition.send_by(change.deadline, self._host.changes, change)
+        # A little later than the actor's own deadline, whose error says more.
+        answer: T = await change.reply.wait(change.deadline - trio.current_time() + 1.0)
         return answer
 
     async def ended(self, run_id: str, timeout_s: float) -> Terminal | None:

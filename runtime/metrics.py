@@ -134,7 +134,11 @@ class Metrics:
             "From a fact's commit to its acknowledgement, on the database clock.",
             "type",
         )
+        self._fire_lag = _LagHistogram(
+            "runlane_fire_lag_seconds", "From a schedule's fire to its run, on the database clock."
+        )
         registry.register(self._claim_lag)
+        registry.register(self._fire_lag)
         registry.register(self._delivery_lag)
 
     # --- runs ---
@@ -147,6 +151,11 @@ class Metrics:
         """How long claimed runs had been due, in seconds."""
         if lags_s:
             self._claim_lag.observe("", lags_s)
+
+    def fired(self, lags_s: Sequence[float]) -> None:
+        """How late this host made the runs of schedules, in seconds; those of missed fires are late."""
+        if lags_s:
+            self._fire_lag.observe("", lags_s)
 
     def ended(self, play: str, status: str, count: int = 1) -> None:
         """``count`` runs of a play ended here with a terminal status."""

@@ -12,7 +12,7 @@ import attrs
 from sql.calls import call, channel
 from sql.connection import Session
 
-CHANNELS = ("runs", "lanes", "terminals", "control")
+CHANNELS = ("runs", "lanes", "terminals", "control", "schedules")
 
 
 @attrs.frozen
@@ -23,6 +23,7 @@ class Due:
     lifecycle_s: float | None
     observability_s: float | None
     leases_s: float | None
+    schedules_s: float | None
     cancellations: bool
 
 

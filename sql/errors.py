@@ -10,6 +10,8 @@ final for the call.
 
 from __future__ import annotations
 
+from datetime import datetime
+
 
 class RunlaneError(Exception):
     """Base of every error that runlane raises."""
@@ -49,6 +51,23 @@ class RunNotFound(RunlaneError):
     def __init__(self, run_id: str) -> None:
         super().__init__(f"run {run_id!r} does not exist")
         self.run_id = run_id
+
+
+class ScheduleNotFound(RunlaneError):
+    """There is no schedule with this name in this schema."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"schedule {name!r} does not exist")
+        self.name = name
+
+
+class FireNotFound(RunlaneError):
+    """The schedule has no record of a fire at this time."""
+
+    def __init__(self, name: str, fire_time: datetime) -> None:
+        super().__init__(f"schedule {name!r} has no record of a fire at {fire_time.isoformat()}")
+        self.name = name
+        self.fire_time = fire_time
 
 
 class IdempotencyConflict(RunlaneError):

@@ -9,12 +9,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any
 
 import attrs
 import pytest
 
-from sql import admission, array_input, claim, control, due, facts, lanes, leases, receipts, settle, status
+from actors.schedules import firing
+from sql import (
+    admission,
+    array_input,
+    claim,
+    control,
+    due,
+    facts,
+    lanes,
+    leases,
+    receipts,
+    schedules,
+    settle,
+    status,
+)
 from sql.calls import new_token
 from sql.types import Lane
 from tests.support.callers import Caller, open_caller
@@ -31,6 +46,7 @@ _TABLES = [
     "runs", "facts", "attempts", "waits", "lanes", "cancellations", "ledger_runs", "ledger_logs", "hosts", "plays",
     "unique_keys",
     "receipts",
+    "schedules", "fires",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
@@ -71,6 +87,14 @@ SELECT run_id, seq, created_at, '{}' FROM @schema@.runs, generate_series(1, 3) A
 INSERT INTO @schema@.unique_keys (org_id, play, key, run_id, checked_at)
 SELECT '', 'alpha', 'key-' || substr(run_id, 5), run_id, created_at - '1 hour'::interval
   FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.schedules (name, play, input, every_s, timezone, missed, priority, created_at, updated_at,
+        next_fire_at, paused_at)
+SELECT 'old-' || n, 'alpha', '1', 60, 'UTC', 'last', 0, t, t, CASE WHEN n % 2 = 0 THEN t ELSE t + '1 day' END,
+       CASE WHEN n % 2 = 0 THEN t END
+  FROM (SELECT n, clock_timestamp() AS t FROM generate_series(1, 20000) AS n) AS g;
+INSERT INTO @schema@.fires (schedule, fire_at, fired_at, run_id)
+SELECT 'old-1', created_at + row_number() OVER () * interval '1 second', created_at, run_id
+  FROM @schema@.runs WHERE run_id LIKE 'old-%';
 """
 _READ = """
 SELECT c.relname, pg_stat_get_xact_tuples_returned(c.oid) AS n
@@ -110,6 +134,11 @@ async def prepare_batch(kernel: Kernel) -> Batch:
         await kernel.submit(idempotency_key=key, delay_s=86_400.0)
     for item in batch.items:
         await kernel.say(item, 1, Lane.OBSERVABILITY)
+    for name in ("s-1", "s-2"):
+        hourly = schedules.Definition(
+            name=name, play="alpha", input="1", cron=None, every_s=3600, timezone="UTC", missed="last"
+        )
+        await schedules.put(kernel.session, hourly, lambda now: now - timedelta(seconds=1))
     return batch
 
 
@@ -237,6 +266,18 @@ async def _steps(kernel: Kernel, batch: Batch) -> None:
         assert len(await receipts.read(kernel.session, item.run_id, after=None, limit=10, outputs=True)) == 4
 
 
+async def _fire(kernel: Kernel, _: Batch) -> None:
+    due_now, _next = await schedules.due(kernel.session, limit=10)
+    items = [firing(item) for item in due_now]
+    assert [answer.answer for answer in await schedules.fire(kernel.session, items)] == ["done"] * 2
+    assert [answer.answer for answer in await schedules.fire(kernel.session, items)] == ["lost"] * 2
+
+
+async def _read_fires(kernel: Kernel, _: Batch) -> None:
+    await schedules.fires(kernel.session, "old-1", limit=20)
+    await schedules.read(kernel.session, ["s-1", "s-2"])
+
+
 async def _next_due(kernel: Kernel, _: Batch) -> None:
     buckets = kernel.buckets(["alpha"]).ids
     await due.next_due(kernel.session, host=1, buckets=buckets, receivers=[""])
@@ -302,6 +343,8 @@ CALLS: dict[str, Call] = {
     "cancel_run and sweep": _cancel_run_and_sweep,
     "expire": _expire,
     "steps": _steps,
+    "fire": _fire,
+    "read fires": _read_fires,
     "next_due": _next_due,
     "lifecycle turn": _lane_turn(Lane.LIFECYCLE),
     "observability turn": _lane_turn(Lane.OBSERVABILITY),

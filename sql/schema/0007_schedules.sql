@@ -1,0 +1,37 @@
+-- 0007: schedules and what they have fired.
+
+-- What fires when. One row per schedule; nothing here is read by a transition of a run.
+CREATE TABLE @schema@.schedules (
+    created_at    timestamptz NOT NULL,
+    updated_at    timestamptz NOT NULL,      -- of the definition
+    next_fire_at  timestamptz NOT NULL,      -- whoever moves it, fenced by its value, has fired
+    revision      integer     NOT NULL DEFAULT 1,  -- of definition and pause: what was computed from an older one is void
+    priority      smallint    NOT NULL,
+    paused_at     timestamptz,
+    every_s       integer,
+    name          text COLLATE "C" NOT NULL PRIMARY KEY,
+    play          text        NOT NULL,
+    timezone      text        NOT NULL,
+    missed        text        NOT NULL CHECK (missed IN ('skip', 'last', 'all')),
+    cron          text,
+    org_id        text,
+    release_id    text,                      -- of the runs: adopt_schedules() keeps it that of a host that serves the play
+    environment   text,
+    labels        jsonb,
+    input         jsonb       NOT NULL,
+    CHECK ((cron IS NULL) <> (every_s IS NULL))
+);
+
+CREATE INDEX schedules_due_idx ON @schema@.schedules (next_fire_at)
+    WHERE paused_at IS NULL;
+
+-- What has fired: the key is what makes it one run per fire, whoever fires. Rows go with their run.
+CREATE TABLE @schema@.fires (
+    fire_at   timestamptz NOT NULL,
+    fired_at  timestamptz NOT NULL,
+    run_id    text COLLATE "C" NOT NULL,
+    schedule  text COLLATE "C" NOT NULL,
+    PRIMARY KEY (schedule, fire_at)
+);
+
+CREATE INDEX fires_run_idx ON @schema@.fires (run_id);
