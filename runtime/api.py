@@ -445,7 +445,9 @@ class Runtime(Verbs):
         started.started()
 
     async def _serve_health(self, task_status: trio.TaskStatus[None]) -> None:
-        from runtime.health import serve_health  # late: a host without a health server need not load one
+        # Late: a host without a health server need not load one.
+        from runtime.health import serve_health
+        from runtime.proof import proof_route
 
         started = _Once(task_status)
 
@@ -453,6 +455,7 @@ class Runtime(Verbs):
             self._health_port = port
             started.started()
 
+        gatekeeper = self._host.gatekeeper
         try:
             await serve_health(
                 self._host.view,
@@ -461,6 +464,7 @@ class Runtime(Verbs):
                 on_bound=on_bound,
                 shutdown=self._stopped,
                 grace_s=_HEALTH_GRACE_S,
+                more=[] if gatekeeper is None else [proof_route(gatekeeper, self._host.prove)],
             )
         except RunlaneError as exc:
             self._course.fail(exc)

@@ -31,6 +31,7 @@ from runtime._cli_base import (
     json_option,
     settings_of_command,
 )
+from runtime._cli_receive import receive
 from runtime.api import Runtime
 from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
@@ -152,6 +153,9 @@ def serve(
         sys.stdout.flush()
 
     trio.run(partial(hosting.serve, config, plays, announce, stop_with_stdin=stop_with_stdin))
+
+
+cli.add_command(receive)
 
 
 # --- migrate -----------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from sql.bundle import SCHEMA_PATTERN
 from sql.errors import ConfigError
 
 PREFIX = "RUNLANE_"
-FOREIGN_PREFIXES = ("RUNLANE_TEST_", "RUNLANE_DEMO_")
-"""Variables that belong to the test suite and the demo, and are none of ours."""
+FOREIGN_PREFIXES = ("RUNLANE_TEST_", "RUNLANE_DEMO_", "RUNLANE_RECEIVE_")
+"""Variables that belong to the test suite, the demo and receivers, and are none of ours."""
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_DEPTH = 256

@@ -7,6 +7,7 @@ reads a token only to learn when it expires, never to trust it; a receiver never
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 import time
 from collections import OrderedDict
@@ -111,6 +112,23 @@ class Verifier:
             except jwt.InvalidTokenError as error:
                 raise TokenRefused(f"the dispatch token is not valid: {error}") from None
         raise TokenRefused("the dispatch token's signature is not valid")
+
+
+@attrs.frozen
+class Gatekeeper:
+    """Who may ask a gateway: whoever shows the dispatch tokens that its ledger was sent, or its internal token."""
+
+    verifier: Verifier | None
+    internal_token: str | None = attrs.field(repr=False)
+
+    def check(self, authorization: str | None, token: str | None, run_id: str) -> None:
+        """Return if the caller may know about this run's lane. Raises TokenRefused."""
+        if self.verifier is not None:
+            self.verifier.check(token, run_id)
+        elif self.internal_token is None or not hmac.compare_digest(
+            (authorization or "").encode(), f"Bearer {self.internal_token}".encode()
+        ):
+            raise TokenRefused("the internal token is missing or wrong")
 
 
 def expiry_of(token: str) -> float | None:

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -40,18 +40,21 @@ from actors.watchdog import Watchdog
 from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.deliver import Deliveries
+from runtime.dispatch import Gatekeeper
 from runtime.executor import Executor, unstorable
+from runtime.http_ledger import HttpLedger
 from runtime.ledger import HostedLedger, Ledger
 from runtime.metrics import Metrics
 from runtime.plays import Play
 from runtime.postgres_ledger import PostgresLedger
 from runtime.submit import Submissions
 from runtime.view import Reports, View
-from sql import admission, deployment, lanes, status
+from sql import admission, deployment, lanes, proof, status
 from sql.array_input import Intent
 from sql.claim import Buckets
 from sql.connection import SessionOptions, open_session
 from sql.errors import OutcomeUnknown, RunlaneError
+from sql.proof import Claimed
 from sql.settle import Settled, Settlement
 from sql.types import TERMINAL_STATUSES
 
@@ -87,6 +90,14 @@ class Host:
     executors: Executors
     supervisor: Supervisor
     view: View
+    gatekeeper: Gatekeeper | None
+
+    async def prove(self, claims: Sequence[Claimed]) -> Sequence[bool]:
+        """Whether somebody holds these lanes now."""
+        proven: Sequence[bool] = await ask(
+            self.queries, lambda session: proof.prove(session, claims), self.config.statement_timeout_s
+        )
+        return proven
 
 
 async def compose(
@@ -230,6 +241,7 @@ class _Composition:
             executors=self.executors,
             supervisor=supervisor,
             view=view,
+            gatekeeper=ledger.gatekeeper if isinstance(ledger, HttpLedger) else None,
         )
 
     # --- groups of actors, in start order --------------------------------------------------------------

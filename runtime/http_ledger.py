@@ -1,30 +1,26 @@
 """A ledger behind HTTP: deliveries as JSON to a receiver, and its answers as outcomes.
 
-Owns the requests, the connections and the meaning of every answer. It repeats nothing but a request whose token was
-refused, once, with a fresh one: the lane's own schedule is what repeats deliveries. It follows no redirect, and the
-caller's cancel scope ends a request at once.
+Owns which deliveries share a request and what every answer means. It repeats nothing but a request whose token was
+refused, once, with a fresh one: the lane's own schedule is what repeats deliveries.
 """
 
 from __future__ import annotations
 
-import email.utils
 import json
 import logging
 import math
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import attrs
-import httpcore
 import trio
 
 from actors.core import Life, Mailbox
 from runtime import dispatch, wire
 from runtime.codec import preview
+from runtime.http_client import Answer, HttpClient, NoAnswer, check_base, check_headers
 from runtime.ledger import AppendOutcome, LedgerNotCurrent, LedgerRejected, LedgerRetry, Limits
 from runtime.wire import Capabilities
 from sql.connection import SessionOptions
@@ -36,31 +32,11 @@ log = logging.getLogger("runlane.http_ledger")
 MAX_FACTS = 8
 """Facts of one run in a delivery at most, whatever the receiver takes."""
 
-_ANSWER_BYTES = 1_048_576
 _CAPABILITIES_S = 300.0
 _TOKEN_TIMEOUT_S = 15.0
 _TOKENS_AT_ONCE = 500
 # Reserved in a request's size for each dispatch token.
 _TOKEN_BYTES = 1_024
-# Below what servers usually give an idle connection, so that it is we who close it.
-_KEEP_ALIVE_S = 4.0
-_OURS = frozenset(
-    {"host", "connection", "content-length", "content-type", "transfer-encoding", "idempotency-key"}
-)
-
-
-@attrs.frozen
-class _Answer:
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-    def json(self) -> Any:
-        """The body; None when it is no JSON."""
-        try:
-            return json.loads(self.content)
-        except (ValueError, RecursionError):
-            return None
 
 
 @attrs.frozen
@@ -107,8 +83,8 @@ class HttpLedger:
         token_margin_s: float = dispatch.MARGIN_S,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        self._base = _base_of(url)
-        self.receiver = self._base if receiver is None else receiver
+        base = check_base(url)
+        self.receiver = base if receiver is None else receiver
         self._timeout_s = _seconds("timeout_s", timeout_s)
         if isinstance(concurrency, bool) or not isinstance(concurrency, int) or not 1 <= concurrency <= 1_000:
             raise InputRefused("concurrency", f"must be 1 to 1000, not {preview(concurrency)}")
@@ -120,10 +96,13 @@ class HttpLedger:
             self._tokens = dispatch.DispatchTokens(
                 self._authority, margin_s=_seconds("token_margin_s", token_margin_s)
             )
-        self._headers = _headers_of(headers or {}, authorized=self._tokens is not None)
-        self._ssl_context = ssl_context
+        self._client = HttpClient(
+            base,
+            headers=check_headers(headers or {}, authorized=self._tokens is not None),
+            concurrency=concurrency,
+            ssl_context=ssl_context,
+        )
         self._schema = str(attrs.fields(SessionOptions).schema.default)
-        self._pool: httpcore.AsyncConnectionPool | None = None
         self._capabilities = Capabilities()
         self._ask_again_at = -math.inf
         self._asking = trio.Lock()
@@ -143,6 +122,16 @@ class HttpLedger:
     def mailboxes(self) -> Sequence[Mailbox[Any]]:
         """None: deliveries are sent by whoever brings them."""
         return ()
+
+    @property
+    def gatekeeper(self) -> dispatch.Gatekeeper:
+        """Who may ask this host's gateway about its lanes: the receiver of its deliveries."""
+        match self._authority:
+            case dispatch.LocalMint(secret):
+                return dispatch.Gatekeeper(dispatch.Verifier([secret], self.receiver, self._schema), None)
+            case dispatch.Gateway(internal_token):
+                return dispatch.Gatekeeper(None, internal_token)
+        return dispatch.Gatekeeper(None, None)
 
     @property
     def limits(self) -> Limits:
@@ -165,9 +154,7 @@ class HttpLedger:
 
     async def aclose(self) -> None:
         """Close every connection. The next call opens new ones."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.aclose()
+        await self._client.aclose()
 
     # --- deliveries ----------------------------------------------------------------------------------
 
@@ -270,7 +257,7 @@ class HttpLedger:
 
     # --- what answers mean ---------------------------------------------------------------------------
 
-    def _outcomes(self, answer: _Answer, count: int) -> Sequence[AppendOutcome]:
+    def _outcomes(self, answer: Answer, count: int) -> Sequence[AppendOutcome]:
         """One outcome for each delivery of a request. Raises the one of all of them when there are no results."""
         body = answer.json()
         results = body.get("results") if isinstance(body, Mapping) else None
@@ -283,7 +270,7 @@ class HttpLedger:
             raise outcome
         return [None]
 
-    def _outcome(self, result: Any, answer: _Answer) -> AppendOutcome:
+    def _outcome(self, result: Any, answer: Answer) -> AppendOutcome:
         if not isinstance(result, Mapping) or result.get("outcome") not in wire.OUTCOMES:
             return LedgerRetry(reason=f"{self._said(answer)} with a result nobody knows: {preview(result)}")
         outcome = result["outcome"]
@@ -296,9 +283,12 @@ class HttpLedger:
             return LedgerNotCurrent(reason)
         if outcome == wire.UNAUTHORIZED:
             return _Unauthorized(reason=reason)
-        return LedgerRetry(_retry_after(answer), reason)
+        after = result.get("retry_after_s")
+        if not isinstance(after, (int, float)) or isinstance(after, bool) or not 0 <= after < math.inf:
+            after = answer.retry_after_s()
+        return LedgerRetry(after, reason)
 
-    def _of_status(self, answer: _Answer, body: Mapping[str, Any]) -> AppendOutcome:
+    def _of_status(self, answer: Answer, body: Mapping[str, Any]) -> AppendOutcome:
         """What the status alone says; 409 needs a word more, which the body may give as ``outcome``."""
         status = answer.status
         if 200 <= status < 300:
@@ -314,10 +304,10 @@ class HttpLedger:
             return LedgerNotCurrent(said)
         if status in (408, 425, 429) or not 400 <= status < 500:
             # Redirects, too: whoever sends them is not the receiver, and we deliver to nobody else.
-            return LedgerRetry(_retry_after(answer), said)
+            return LedgerRetry(answer.retry_after_s(), said)
         return (_RequestRejected if status in (400, 413, 422) else LedgerRejected)(said)
 
-    def _said(self, answer: _Answer) -> str:
+    def _said(self, answer: Answer) -> str:
         return f"{self.receiver}: answered {answer.status}"
 
     # --- capabilities and tokens ---------------------------------------------------------------------
@@ -329,9 +319,9 @@ class HttpLedger:
         async with self._asking:
             if time.monotonic() < self._ask_again_at:
                 return
-            answer = await self._call("GET", wire.CAPABILITIES, {}, b"")
+            answer = await self._call("GET", wire.CAPABILITIES)
             if answer.status >= 500 or answer.status in (408, 425, 429):
-                raise LedgerRetry(_retry_after(answer), f"{self._said(answer)} to {wire.CAPABILITIES}")
+                raise LedgerRetry(answer.retry_after_s(), f"{self._said(answer)} to {wire.CAPABILITIES}")
             found = Capabilities()
             if answer.status == 200:
                 try:
@@ -359,7 +349,7 @@ class HttpLedger:
                 tokens = body.get("tokens") if isinstance(body, Mapping) else None
                 if answer.status != 200 or not isinstance(tokens, Mapping):
                     raise LedgerRetry(
-                        _retry_after(answer), f"{self._said(answer)} to {wire.DISPATCH_TOKEN}{_why(body)}"
+                        answer.retry_after_s(), f"{self._said(answer)} to {wire.DISPATCH_TOKEN}{_why(body)}"
                     )
                 found |= {run_id: token for run_id, token in tokens.items() if isinstance(token, str)}
         if limit.cancelled_caught:
@@ -368,110 +358,18 @@ class HttpLedger:
             raise LedgerRetry(reason=f"{self.receiver}: no dispatch token for run {missing[0]}")
         return found
 
-    # --- one request ---------------------------------------------------------------------------------
-
-    async def _call(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> _Answer:
-        """One request, once. Raises LedgerRetry for every way in which no whole answer comes back."""
-        if self._pool is None:
-            self._pool = httpcore.AsyncConnectionPool(
-                ssl_context=self._ssl_context,
-                max_connections=self._concurrency,
-                max_keepalive_connections=self._concurrency,
-                keepalive_expiry=_KEEP_ALIVE_S,
-            )
-        sent = {
-            "host": urlsplit(self._base).netloc,
-            "accept": "application/json",
-            **self._headers,
-            **headers,
-            **({"content-type": "application/json", "content-length": str(len(body))} if body else {}),
-        }
-        encoded = [(name.encode(), value.encode("latin-1")) for name, value in sent.items()]
-        with self._broken_is_retry():
-            async with self._pool.stream(
-                method, self._base + path, headers=encoded, content=body
-            ) as response:
-                content = b""
-                with trio.CancelScope() as reading:
-                    async for chunk in response.aiter_stream():
-                        content += chunk
-                        if len(content) > _ANSWER_BYTES:
-                            # Leaving the loop would leave httpcore's generators half-way; a cancelled read ends them.
-                            reading.cancel()
-                if reading.cancel_called:
-                    raise LedgerRetry(reason=f"{self.receiver}: answered more than {_ANSWER_BYTES} bytes")
-                return _Answer(response.status, _decoded(response.headers), content)
-
-    @contextmanager
-    def _broken_is_retry(self) -> Iterator[None]:
+    async def _call(
+        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes = b""
+    ) -> Answer:
         try:
-            yield
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
-            what = str(error) or "the connection broke"
-            raise LedgerRetry(reason=f"{self.receiver}: {type(error).__name__}: {what}") from error
-
-
-def _decoded(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
+            return await self._client.call(method, path, headers, body)
+        except NoAnswer as error:
+            raise LedgerRetry(reason=f"{self.receiver}: {error}") from error
 
 
 def _why(body: Any) -> str:
     error = body.get("error") if isinstance(body, Mapping) else None
     return f": {error}" if isinstance(error, str) else ""
-
-
-def _retry_after(answer: _Answer) -> float | None:
-    """Seconds that the receiver asks for, from a number or an HTTP date; None when it does not say."""
-    text = answer.headers.get("retry-after", "").strip()
-    if not text:
-        return None
-    if text.isascii() and text.isdigit():
-        return float(text[:9])
-    try:
-        moment = email.utils.parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    return max(0.0, moment.timestamp() - time.time())
-
-
-def _base_of(url: object) -> str:
-    """The URL without a trailing slash. Raises InputRefused."""
-    parts = urlsplit(url) if isinstance(url, str) else None
-    try:
-        good = (
-            parts is not None
-            and parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0
-            and parts.username is None
-            and not parts.query
-            and not parts.fragment
-        )
-    except ValueError:
-        good = False
-    if not good:
-        raise InputRefused(
-            "url", "must be http:// or https:// with a host, and without a user, query or fragment"
-        )
-    assert isinstance(url, str)
-    return url.rstrip("/")
-
-
-def _headers_of(headers: Mapping[str, str], *, authorized: bool) -> dict[str, str]:
-    found = {}
-    for name, value in headers.items():
-        lower = name.lower()
-        if lower in _OURS or (authorized and lower == "authorization"):
-            raise InputRefused("headers", f"{name} is set by the ledger itself")
-        good = lower.isascii() and lower.replace("-", "").replace("_", "").isalnum() and value.isprintable()
-        try:
-            value.encode("latin-1")
-        except UnicodeEncodeError:
-            good = False
-        if not good:
-            raise InputRefused("headers", f"{preview(name)} is not a header that HTTP can carry")
-        found[lower] = value
-    return found
 
 
 def _seconds(field: str, value: object) -> float:

@@ -6,16 +6,21 @@ It opens no connection, trusts nothing, and decides nothing about a delivery.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
 
 import attrs
 
 from runtime.codec import preview
 from sql.errors import InputRefused
-from sql.types import Delivery, Lane
+from sql.proof import Claimed
+from sql.receive import Parcel
+from sql.types import RUN_ID_PATTERN, Delivery, Lane
 
 PROTOCOL = 1
 
@@ -81,6 +86,7 @@ def encode(delivery: Delivery) -> bytes:
         # As text: it has more bits than many a JSON reader gives a number.
         "lease_token": str(delivery.token),
         "generation": delivery.generation,
+        "passed": getattr(delivery, "passed", 0),
         "facts": [
             {
                 "seq": fact.seq,
@@ -161,3 +167,143 @@ def _name(body: Mapping[str, Any], name: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise InputRefused(f"capabilities.{name}", f"must be text, not {preview(value)}")
     return value
+
+
+# --- what has arrived ----------------------------------------------------------------------------------
+
+_RUN_ID = re.compile(RUN_ID_PATTERN)
+_TYPE = re.compile(r"[a-z0-9_.:-]{1,100}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST_INTEGER = 2**31 - 1
+_MOST_TOKEN = 2**63 - 1
+
+
+@attrs.frozen
+class Arrived:
+    """A delivery as a receiver reads it, its digest checked. ``token`` is None where the request's header has it."""
+
+    parcel: Parcel
+    lease_token: int
+    token: str | None
+
+
+@attrs.frozen
+class Malformed:
+    """A delivery that nobody can read; ``reason`` names the field."""
+
+    reason: str
+
+
+def decode(content: bytes, *, max_facts: int, max_deliveries: int) -> list[Arrived | Malformed]:
+    """The deliveries of a request's body. Raises InputRefused when it is no such body at all."""
+    try:
+        body = json.loads(content, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputRefused("body", f"must be JSON: {error}") from None
+    deliveries = body.get("deliveries") if isinstance(body, dict) else None
+    if not isinstance(deliveries, list) or not 1 <= len(deliveries) <= max_deliveries:
+        raise InputRefused("deliveries", f"must be a list of 1 to {max_deliveries}")
+    found: list[Arrived | Malformed] = []
+    for number, record in enumerate(deliveries):
+        try:
+            found.append(_arrived(record, max_facts))
+        except InputRefused as error:
+            found.append(Malformed(f"deliveries[{number}].{error}"))
+    return found
+
+
+def _no_constant(token: str) -> NoReturn:
+    raise ValueError(f"{token} is not JSON")
+
+
+def _arrived(record: Any, max_facts: int) -> Arrived:
+    run_id, lane, lease_token, token = _lease(record)
+    generation = _integer(record, "generation", 0)
+    passed = _integer(record, "passed", 0)
+    facts = record.get("facts")
+    if not isinstance(facts, list) or not 1 <= len(facts) <= max_facts:
+        raise InputRefused("facts", f"must be a list of 1 to {max_facts}")
+    seqs: list[int] = []
+    types, texts, created_ats, payloads = [], [], [], []
+    for number, fact in enumerate(facts):
+        try:
+            if not isinstance(fact, dict):
+                raise InputRefused("fact", "must be an object")
+            seqs.append(_integer(fact, "seq", 1 if not seqs else seqs[-1] + 1))
+            if len(seqs) > 1 and seqs[-1] != seqs[-2] + 1:
+                raise InputRefused("seq", f"must follow {seqs[-2]}, the one before")
+            types.append(_matching(fact, "type", _TYPE))
+            text, moment = _moment(fact)
+            texts.append(text)
+            created_ats.append(moment)
+            payloads.append(_payload(fact))
+        except InputRefused as error:
+            raise InputRefused(f"facts[{number}].{error.field}", error.reason) from None
+    key = delivery_key(run_id, lane, seqs[0], seqs[-1], generation)
+    if record.get("delivery_key") != key:
+        raise InputRefused("delivery_key", f"must be {key}, as what it covers says")
+    digest = _matching(record, "digest", _DIGEST)
+    content = zip(seqs, types, texts, (fact["payload"] for fact in facts), strict=True)
+    if digest != digest_of(key, content):
+        raise InputRefused("digest", "is not that of the key and the facts")
+    parcel = Parcel(run_id, lane, key, digest, generation, passed, seqs, types, created_ats, payloads)
+    return Arrived(parcel, lease_token, token)
+
+
+def claim_of(record: Any) -> tuple[Claimed, str | None]:
+    """A lane that somebody says to hold, and the dispatch token that comes with it. Raises InputRefused."""
+    run_id, lane, lease_token, token = _lease(record)
+    first = _integer(record, "first", 1)
+    return Claimed(run_id, lane, lease_token, first, _integer(record, "through", first)), token
+
+
+def _lease(record: Any) -> tuple[str, Lane, int, str | None]:
+    if not isinstance(record, dict):
+        raise InputRefused("item", "must be an object")
+    run_id = _matching(record, "run_id", _RUN_ID)
+    lane = LANES.get(_matching(record, "lane", _TYPE))
+    if lane is None:
+        raise InputRefused("lane", "must be " + " or ".join(LANES))
+    lease_token = record.get("lease_token")
+    if not isinstance(lease_token, str) or not lease_token.isascii() or not lease_token.isdigit():
+        raise InputRefused("lease_token", "must be a number as text")
+    if len(lease_token) > 19 or int(lease_token) > _MOST_TOKEN:
+        raise InputRefused("lease_token", f"must be at most {_MOST_TOKEN}")
+    token = record.get("token")
+    if token is not None and not isinstance(token, str):
+        raise InputRefused("token", "must be text")
+    return run_id, lane, int(lease_token), token
+
+
+def _matching(record: Mapping[str, Any], name: str, pattern: re.Pattern[str]) -> str:
+    value = record.get(name)
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise InputRefused(name, f"must be text that matches {pattern.pattern}")
+    return value
+
+
+def _integer(record: Mapping[str, Any], name: str, least: int) -> int:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST_INTEGER:
+        raise InputRefused(name, f"must be a whole number from {least}")
+    return value
+
+
+def _moment(fact: Mapping[str, Any]) -> tuple[str, datetime]:
+    text = fact.get("created_at")
+    moment = None
+    if isinstance(text, str):
+        with contextlib.suppress(ValueError):
+            moment = datetime.fromisoformat(text)
+    if not isinstance(text, str) or moment is None or moment.tzinfo is None:
+        raise InputRefused("created_at", "must be a time with an offset, as in 2026-01-31T18:00:00+00:00")
+    return text, moment
+
+
+def _payload(fact: Mapping[str, Any]) -> str:
+    if "payload" not in fact:
+        raise InputRefused("payload", "is missing")
+    try:
+        return json.dumps(fact["payload"], allow_nan=False, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        raise InputRefused("payload", "holds a number too large, or is too deep") from None

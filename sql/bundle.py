@@ -1,4 +1,4 @@
-"""The kernel's SQL text: reads the files of this package and renders them for one schema.
+"""The SQL text: reads the files of this package and renders them for one schema.
 
 Owns the names of the files, their order and the placeholders in them. It never talks to a database.
 
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 import attrs
 
@@ -53,6 +54,24 @@ _LANES = {
 
 
 @attrs.frozen
+class Part:
+    """Tables and functions that fill a schema of their own. ``folder`` is below this package.
+
+    ``borrows`` are files of the kernel's functions that this part has too. Only a strictly newer ``version`` replaces
+    the functions of a database; ``host_version`` is the oldest program that can live with this one's schema.
+    """
+
+    folder: str
+    version: int
+    host_version: int
+    borrows: tuple[str, ...] = ()
+
+
+KERNEL = Part(".", BUNDLE_VERSION, HOST_VERSION)
+RECEIVER = Part("receiver", 1, 1, borrows=("clock.sql",))
+
+
+@attrs.frozen
 class Migration:
     """One numbered step of the schema. ``concurrent`` steps are single statements outside a transaction."""
 
@@ -79,10 +98,10 @@ def render(text: str, schema: str) -> str:
 
 
 @cache
-def migrations() -> tuple[Migration, ...]:
+def migrations(part: Part = KERNEL) -> tuple[Migration, ...]:
     """All steps in order. Raises ``ConfigError`` when a file breaks the rules."""
     found = []
-    for entry in sorted(files("sql").joinpath("schema").iterdir(), key=lambda entry: entry.name):
+    for entry in _files(f"{part.folder}/schema"):
         match = _MIGRATION_NAME.fullmatch(entry.name)
         if match is None:
             raise ConfigError(f"sql/schema/{entry.name}: name must be NNNN_words.sql")
@@ -98,10 +117,11 @@ def migrations() -> tuple[Migration, ...]:
 
 
 @cache
-def functions() -> str:
-    """The whole function bundle, placeholders still in it, lanes written out for both lanes."""
+def functions(part: Part = KERNEL) -> str:
+    """A whole function bundle, placeholders still in it, lanes written out for both lanes."""
     parts = []
-    for entry in sorted(files("sql").joinpath("functions").iterdir(), key=lambda entry: entry.name):
+    borrowed = [entry for entry in _files("functions") if entry.name in part.borrows]
+    for entry in [*borrowed, *_files(f"{part.folder}/functions")]:
         text = entry.read_text(encoding="utf-8")
         if entry.name == "lanes.sql":
             for names in _LANES.values():
@@ -114,9 +134,13 @@ def functions() -> str:
     return "\n".join(parts)
 
 
-def bundle_checksum() -> str:
+def bundle_checksum(part: Part = KERNEL) -> str:
     """SHA-256 of the bundle before it is rendered for a schema."""
-    return hashlib.sha256((functions() + _SEEK).encode()).hexdigest()
+    return hashlib.sha256((functions(part) + _SEEK).encode()).hexdigest()
+
+
+def _files(folder: str) -> list[Traversable]:
+    return sorted(files("sql").joinpath(folder).iterdir(), key=lambda entry: entry.name)
 
 
 @attrs.frozen
@@ -129,17 +153,17 @@ class Shape:
 
 
 @cache
-def shape() -> Shape:
+def shape(part: Part = KERNEL) -> Shape:
     """The shape that the files of this version describe."""
     columns: set[tuple[str, str]] = set()
     indexes: set[str] = set()
-    for step in migrations():
+    for step in migrations(part):
         text = _without_comments(step.text)
         for table, body in re.findall(r"CREATE TABLE @schema@\.(\w+) \((.*?)\n\)", text, re.DOTALL):
             columns |= {(table, name) for name in re.findall(r"^    ([a-z_]+)\s+[a-z]", body, re.MULTILINE)}
         columns |= set(re.findall(r"ALTER TABLE @schema@\.(\w+)\s+ADD COLUMN (\w+)", text))
         indexes |= set(re.findall(r"CREATE (?:UNIQUE )?INDEX (?:CONCURRENTLY )?(\w+)", text))
-    names = set(re.findall(r"FUNCTION @schema@\.(\w+)", _without_comments(functions())))
+    names = set(re.findall(r"FUNCTION @schema@\.(\w+)", _without_comments(functions(part))))
     return Shape(frozenset(columns), frozenset(indexes), frozenset(names))
 
 

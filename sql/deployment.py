@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from sql import bundle
+from sql.bundle import KERNEL, Part
 from sql.connection import Session
 from sql.errors import HostTooOld, MissingRights, SchemaNotReady
 
@@ -62,7 +63,7 @@ def _whole(schema: str) -> str:
     return f"schema {schema}"
 
 
-async def check(session: Session) -> Readiness:
+async def check(session: Session, part: Part = KERNEL) -> Readiness:
     """Compare the schema's shape with the one this version needs. Reads catalogues only.
 
     Raises ``HostTooOld`` when the database records a minimum host version above this one.
@@ -73,12 +74,12 @@ async def check(session: Session) -> Readiness:
         return Readiness(False, (_whole(schema),))
     columns = {tuple(name.split(".", 1)) for name in row["columns"] or ()}
     indexes, functions = set(row["indexes"] or ()), set(row["functions"] or ())
-    wanted = bundle.shape()
+    wanted = bundle.shape(part)
     missing = [f"column {table}.{column}" for table, column in sorted(wanted.columns - columns)]
     missing += [f"index {name}" for name in sorted(wanted.indexes - indexes)]
     missing += [f"function {name}" for name in sorted(wanted.functions - functions)]
     if ("deployment", "value") in columns:
-        await _refuse_newer(session)
+        await _refuse_newer(session, part)
     return Readiness(not missing, tuple(missing))
 
 
@@ -91,19 +92,19 @@ async def require(session: Session) -> None:
         )
 
 
-async def ensure(session: Session) -> bool:
+async def ensure(session: Session, part: Part = KERNEL) -> bool:
     """Bring the schema up to this version and return whether anything was changed.
 
     Needs the right to create the schema and its objects only when something is missing. Raises ``MissingRights``,
     ``HostTooOld`` or ``SchemaNotReady``.
     """
-    if (await check(session)).ready and await _functions_version(session) >= bundle.BUNDLE_VERSION:
+    if (await check(session, part)).ready and await _functions_version(session) >= part.version:
         return False
     await _lock(session)
     try:
         # Whoever held the lock before may have done it all.
-        if not (await check(session)).ready or await _functions_version(session) < bundle.BUNDLE_VERSION:
-            await _build(session)
+        if not (await check(session, part)).ready or await _functions_version(session) < part.version:
+            await _build(session, part)
     except MissingRights as exc:
         raise MissingRights(
             f"the role may not create or change schema {session.options.schema!r} ({exc}); grant it CREATE on the "
@@ -113,43 +114,48 @@ async def ensure(session: Session) -> bool:
     finally:
         if session.usable:
             await session.fetchval("SELECT pg_advisory_unlock($1)", _lock_key(session))
-    readiness = await check(session)
+    readiness = await check(session, part)
     if not readiness.ready:
         raise SchemaNotReady(f"schema {session.options.schema!r} still lacks {', '.join(readiness.missing)}")
     return True
 
 
-async def _build(session: Session) -> None:
+async def _build(session: Session, part: Part) -> None:
     schema = session.options.schema
     # Asked first: even with IF NOT EXISTS, creating needs a right that whoever was given a schema may lack.
     if not await session.fetchval("SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", schema):
         await session.script(bundle.render("CREATE SCHEMA IF NOT EXISTS @schema@", schema))
     await session.script(bundle.render(_RECORD, schema))
-    await _refuse_newer(session)
+    await _refuse_newer(session, part)
     applied = {
-        row["version"]: row["checksum"]
-        for row in await session.fetch(f"SELECT version, checksum FROM {bundle.quote(schema)}.migrations")
+        row["version"]: (row["name"], row["checksum"])
+        for row in await session.fetch(
+            f"SELECT version, name, checksum FROM {bundle.quote(schema)}.migrations"
+        )
     }
-    for step in bundle.migrations():
+    for step in bundle.migrations(part):
         if step.version in applied:
-            if applied[step.version] != step.checksum:
+            name, checksum = applied[step.version]
+            if name != step.name:
+                raise SchemaNotReady(
+                    f"schema {schema!r} is in use for something else ({name} was applied to it, not {step.name})"
+                )
+            if checksum != step.checksum:
                 log.warning("event=migration_differs schema=%s step=%s", schema, step.name)
             continue
         await _apply(session, step)
         log.info("event=migrated schema=%s step=%s", schema, step.name)
     # One that somebody has dropped is put back; the functions of a newer version are left alone.
     version = await _functions_version(session)
-    if version < bundle.BUNDLE_VERSION or (
-        version == bundle.BUNDLE_VERSION and not (await check(session)).ready
-    ):
+    if version < part.version or (version == part.version and not (await check(session, part)).ready):
         await session.script(
             "SET LOCAL check_function_bodies = off;"
-            + bundle.render(bundle.functions(), schema)
-            + _record("bundle_version", str(bundle.BUNDLE_VERSION), schema)
-            + _record("bundle_checksum", bundle.bundle_checksum(), schema),
+            + bundle.render(bundle.functions(part), schema)
+            + _record("bundle_version", str(part.version), schema)
+            + _record("bundle_checksum", bundle.bundle_checksum(part), schema),
             timeout_s=_STATEMENT_S,
         )
-        log.info("event=functions_replaced schema=%s version=%s", schema, bundle.BUNDLE_VERSION)
+        log.info("event=functions_replaced schema=%s version=%s", schema, part.version)
 
 
 async def _apply(session: Session, step: bundle.Migration) -> None:
@@ -179,14 +185,14 @@ async def _invalid_indexes(session: Session) -> list[str]:
     return [row["relname"] for row in rows]
 
 
-async def _refuse_newer(session: Session) -> None:
+async def _refuse_newer(session: Session, part: Part) -> None:
     minimum = await session.fetchval(
         f"SELECT value FROM {bundle.quote(session.options.schema)}.deployment WHERE key = 'min_host_version'"
     )
-    if minimum is not None and int(minimum) > bundle.HOST_VERSION:
+    if minimum is not None and int(minimum) > part.host_version:
         raise HostTooOld(
             f"schema {session.options.schema!r} needs hosts of version {minimum} or later, this one is "
-            f"{bundle.HOST_VERSION}; upgrade runlane here"
+            f"{part.host_version}; upgrade runlane here"
         )
 
 

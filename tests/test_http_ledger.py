@@ -97,6 +97,7 @@ async def test_a_delivery_on_the_wire() -> None:
                 "attempt": 1,
                 "lease_token": str(2**61 + 1),
                 "generation": 2,
+                "passed": 0,
                 "facts": [
                     {
                         "seq": seq,

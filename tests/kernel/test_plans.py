@@ -25,6 +25,7 @@ from sql import (
     facts,
     lanes,
     leases,
+    proof,
     receipts,
     schedules,
     settle,
@@ -300,6 +301,17 @@ def _lane_turn(lane: Lane) -> Call:
     return call
 
 
+def _prove(lane: Lane) -> Call:
+    async def call(kernel: Kernel, _: Batch) -> None:
+        prefixes = await kernel.claim_lanes(lane, limit=ITEMS, prefix=1)
+        claims = [
+            proof.Claimed(one.run_id, one.lane, one.token, one.seqs[0], one.through) for one in prefixes
+        ]
+        assert await proof.prove(kernel.session, claims) == [True] * ITEMS
+
+    return call
+
+
 def _deliver(lane: Lane) -> Call:
     async def call(kernel: Kernel, _: Batch) -> None:
         assert (await kernel.deliver(lane, limit=ITEMS)).lanes == ITEMS
@@ -350,6 +362,8 @@ CALLS: dict[str, Call] = {
     "observability turn": _lane_turn(Lane.OBSERVABILITY),
     "lifecycle deliver": _deliver(Lane.LIFECYCLE),
     "observability deliver": _deliver(Lane.OBSERVABILITY),
+    "prove lifecycle": _prove(Lane.LIFECYCLE),
+    "prove observability": _prove(Lane.OBSERVABILITY),
     "read": _read,
     "page": _page,
     "backlog": _backlog,
