@@ -9,7 +9,7 @@ from runtime import _names
 _names.check()
 
 from runtime.api import Runtime  # noqa: E402 - the check comes first
-from runtime.client import Client  # noqa: E402
+from runtime.client import Client, SyncClient  # noqa: E402
 from runtime.codec import JsonCodec  # noqa: E402
 from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.context import Context, SyncContext  # noqa: E402
@@ -96,6 +96,7 @@ __all__ = [
     "ScheduleNotFound",
     "ScheduleStatus",
     "Submit",
+    "SyncClient",
     "SyncContext",
     "UnknownPlay",
     "play",

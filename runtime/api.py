@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
@@ -45,6 +45,9 @@ from sql.errors import (
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Fact, RunStatus
+
+if TYPE_CHECKING:
+    from runtime.thread import RuntimeThread
 
 log = logging.getLogger("runlane.host")
 
@@ -419,6 +422,26 @@ class Runtime(Verbs):
                     runtime._course.error = exc
                 await runtime._close(nursery)
             runtime._course.conclude()
+
+    @staticmethod
+    def start_in_thread(
+        config: RuntimeConfig | None = None,
+        *,
+        plays: Iterable[Play] = (),
+        schedules: Iterable[Schedule] = (),
+        ledger: Ledger | None = None,
+        codec: JsonCodec | None = None,
+    ) -> RuntimeThread:
+        """Start a runtime in a thread of its own, for a program that is not on trio. Arguments are those of ``open``.
+
+        Its verbs are blocking calls, safe from any thread, and coroutines for asyncio under ``aio``:
+
+            async with Runtime.start_in_thread(config, plays=[audit]) as rt:  # or a plain with
+                handle = await rt.aio.submit(audit, {"path": "/srv"})         # or rt.submit(…)
+        """
+        from runtime.thread import RuntimeThread  # late: only such programs need it
+
+        return RuntimeThread(config, plays=plays, schedules=schedules, ledger=ledger, codec=codec)
 
     async def _start(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery

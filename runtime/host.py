@@ -47,7 +47,7 @@ from runtime.ledger import HostedLedger, Ledger
 from runtime.metrics import Metrics
 from runtime.plays import Play
 from runtime.postgres_ledger import PostgresLedger
-from runtime.submit import Submissions
+from runtime.submit import Submissions, buckets_from
 from runtime.view import Reports, View
 from sql import admission, deployment, lanes, proof, status
 from sql.array_input import Intent
@@ -150,6 +150,7 @@ class _Composition:
             "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
         )
         self.intents: Mailbox[IntentRequest] = Mailbox("array_input", sys.maxsize, abandon=_abandon)
+        self._look_up = buckets_from(lambda read: ask(self.queries, read, config.operation_timeout_s), config)
         self.queries: Mailbox[Query] = Mailbox(
             "watch", _MOST_WAITING, wake=hints.wake_watch, abandon=_abandon
         )
@@ -403,14 +404,7 @@ class _Composition:
     async def _buckets_of(self, play: str) -> Mapping[int, int] | None:
         if play in self.buckets:
             return self.buckets[play]
-        found, registered = await ask(
-            self.queries,
-            lambda session: admission.play_buckets(
-                session, [play], release_id=self.config.release_id, environment=self.config.environment
-            ),
-            self.config.operation_timeout_s,
-        )
-        return {priority: bucket for (_, priority), bucket in found.items()} if play in registered else None
+        return await self._look_up(play)
 
 
 def _child(

@@ -16,7 +16,9 @@ from runtime import ids
 from runtime.codec import JsonCodec, preview
 from runtime.config import RuntimeConfig
 from runtime.plays import NAME_PATTERN, Play
+from sql import admission
 from sql.admission import Admitted, Submission
+from sql.connection import Session
 from sql.errors import DuplicateRun, IdempotencyConflict, InputRefused, UnknownPlay
 from sql.types import SCOPES, SURFACES, TRIGGERS
 
@@ -48,6 +50,22 @@ class Submit:
 
 BucketsOf = Callable[[str], Awaitable[Mapping[int, int] | None]]
 """The buckets of a play by priority; None for a play that no host has registered."""
+
+
+def buckets_from(
+    ask: Callable[[Callable[[Session], Awaitable[Any]]], Awaitable[Any]], config: RuntimeConfig
+) -> BucketsOf:
+    """Looks plays up with ``ask(read)``, for this configuration's release and environment."""
+
+    async def buckets_of(play: str) -> Mapping[int, int] | None:
+        found, registered = await ask(
+            lambda session: admission.play_buckets(
+                session, [play], release_id=config.release_id, environment=config.environment
+            )
+        )
+        return {priority: bucket for (_, priority), bucket in found.items()} if play in registered else None
+
+    return buckets_of
 
 
 class Submissions:

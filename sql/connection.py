@@ -350,22 +350,32 @@ async def open_session(
 
 async def _connect(session: Session, predecessor: Backend | None) -> None:
     options = session.options
-
-    async def flavoured() -> Any:
-        conn = await asyncpg.connect(**_arguments(options, session.name))
-        session._conn = conn
-        try:
-            if predecessor is not None and not options.pooled:
-                # The server ends a statement that waits longer than the session allows.
-                wait_s = min(_PREDECESSOR_WAIT_S, 0.8 * options.statement_timeout_s)
-                await _end_predecessor(conn, predecessor, session.name, wait_s)
-            return await conn.fetchrow(_IDENTITY, timeout=options.connect_timeout_s)
-        except BaseException:
-            conn.terminate()
-            raise
-
     try:
-        row = await session._loop.run_aio_coroutine(flavoured())
+        session._conn, row = await session._loop.run_aio_coroutine(
+            connected(options, session.name, predecessor)
+        )
+    except BaseException as exc:
+        if isinstance(exc, (trio.Cancelled, errors.DatabaseError)):
+            raise
+        translated = translate_connecting(exc, address(options.dsn), options.connect_timeout_s)
+        if translated is None:
+            raise
+        await trio.lowlevel.checkpoint_if_cancelled()
+        raise translated from exc
+    session.backend = backend_of(row)
+    session.server_version = row["version"]
+    session._conn.add_termination_listener(session._terminated)
+
+
+async def connected(options: SessionOptions, name: str, predecessor: Backend | None) -> tuple[Any, Any]:
+    """A connection and what the server says of itself. asyncio-flavoured; raises the driver's errors and ours."""
+    conn = await asyncpg.connect(**_arguments(options, name))
+    try:
+        if predecessor is not None and not options.pooled:
+            # The server ends a statement that waits longer than the session allows.
+            wait_s = min(_PREDECESSOR_WAIT_S, 0.8 * options.statement_timeout_s)
+            await _end_predecessor(conn, predecessor, name, wait_s)
+        row = await conn.fetchrow(_IDENTITY, timeout=options.connect_timeout_s)
         if row["standby"] or row["read_only"]:
             raise errors.ServerReadOnly(
                 f"{address(options.dsn)}: the server accepts no writes (standby or read-only)"
@@ -375,21 +385,16 @@ async def _connect(session: Session, predecessor: Backend | None) -> None:
                 f"{address(options.dsn)}: sessions start at {row['isolation']!r}; through a pooler, set the "
                 "role's default_transaction_isolation to 'read committed'"
             )
-    except BaseException as exc:
-        if session._conn is not None:
-            session._conn.terminate()
-        if isinstance(exc, (trio.Cancelled, errors.DatabaseError)):
-            raise
-        translated = translate_connecting(exc, address(options.dsn), options.connect_timeout_s)
-        if translated is None:
-            raise
-        await trio.lowlevel.checkpoint_if_cancelled()
-        raise translated from exc
-    # Through a pooler the server process changes from call to call, and its start may be hidden from the
-    # role.
-    session.backend = Backend(row["pid"], row["started"] or datetime.min)
-    session.server_version = row["version"]
-    session._conn.add_termination_listener(session._terminated)
+    except BaseException:
+        conn.terminate()
+        raise
+    return conn, row
+
+
+def backend_of(identity: Any) -> Backend:
+    """The server process behind what :func:`connected` was told."""
+    # Through a pooler it changes from call to call, and its start may be hidden from the role.
+    return Backend(identity["pid"], identity["started"] or datetime.min)
 
 
 async def _end_predecessor(conn: Any, predecessor: Backend, name: str, wait_s: float) -> None:
