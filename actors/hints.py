@@ -16,7 +16,7 @@ class Hints:
 
     ``here`` wakes this host for one of the kinds that hosts tell each other: ``runs`` (something to claim), ``lanes``
     (something to deliver), ``terminals`` (a run has ended), ``control`` (a cancellation), ``schedules`` (one was
-    changed). ``elsewhere`` collects what the listener sends to the others.
+    changed), ``rates`` (a slot of a rate scope). ``elsewhere`` collects what the listener sends to the others.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,9 @@ class Hints:
 
         self.wake_schedules = WakeFlag()
         self.schedules = WakeFlag(forward=self.wake_schedules)  # one is due, or was changed
+
+        self.wake_rates = WakeFlag()
+        self.rates = WakeFlag(forward=self.wake_rates)  # a slot of a rate scope may have become free
 
         self.timers = WakeFlag()
         self.to_send = WakeFlag()

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sql.rates import RateScope
 from sql.status import AttemptRecord
 from sql.types import Fact, RunStatus
 
@@ -25,6 +26,9 @@ _STYLES = {
     "expired": "yellow",
     "cancelled": "magenta",
     "running": "cyan",
+    "open": "green",
+    "blocked": "red",
+    "probing": "yellow",
 }
 # Where no terminal says how wide it is, lines are for grep and must not be cut.
 _WIDE = 240
@@ -190,5 +194,30 @@ def show_runs(runs: Sequence[RunStatus]) -> None:
             moment(run.finished_at),
             lane_state(run),
             " ".join(f"{key}={value}" for key, value in sorted((run.labels or {}).items())),
+        )
+    console().print(made)
+
+
+# --- what hosts share --------------------------------------------------------------------------------
+
+
+def show_rates(scopes: Sequence[RateScope]) -> None:
+    """One line per rate scope."""
+    made = table(
+        "scope", "per s", "burst", "in flight", "waiting", "state", "used", "measured/s", "refused at"
+    )
+    for one in scopes:
+        blocked = "" if one.blocked_s is None else f" {one.blocked_s:.0f} s more"
+        most = "" if one.max_in_flight is None else f" of {one.max_in_flight}"
+        made.add_row(
+            one.name,
+            "-" if one.per_s is None else f"{one.per_s:g}",
+            f"{one.burst:g}",
+            f"{one.in_flight}{most}",
+            str(one.waiting),
+            state(one.state) + blocked,
+            f"{one.used:g}",
+            f"{one.measured_per_s:.2f}",
+            "-" if one.refused_per_s is None else f"{one.refused_per_s:.2f}/s {moment(one.refused_at)}",
         )
     console().print(made)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
-from sql import facts, status
+from sql import facts, rates, status
 from sql.control import Cancellation
 from sql.errors import (
     HostFailed,
@@ -42,6 +43,7 @@ from sql.errors import (
     RunlaneError,
     RunNotFound,
 )
+from sql.rates import RateScope
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Fact, RunStatus
@@ -317,6 +319,30 @@ class Verbs:
         run_id, created = await self._schedules.repair(name, fire_time)
         return Handle(run_id, self, created=created)
 
+    # --- rates -----------------------------------------------------------------------------------------
+
+    async def set_rate(
+        self, name: str, *, per_s: float | None = None, burst: float = 1.0, max_in_flight: int | None = None
+    ) -> bool:
+        """Declare a rate scope, or change one: for every host at once. Whether anything changed.
+
+        ``per_s`` units per second, of which ``burst`` may go at once; at most ``max_in_flight`` permits held. Raises
+        InputRefused.
+        """
+        _text("name", name)
+        _numbers(per_s=per_s, burst=burst, max_in_flight=max_in_flight)
+        changed: bool = await self._ask(
+            lambda session: rates.set_rate(
+                session, name, per_s=per_s, burst=burst, max_in_flight=max_in_flight
+            )
+        )
+        return changed
+
+    async def rates(self) -> list[RateScope]:
+        """Every rate scope as it stands, by name."""
+        found: list[RateScope] = await self._ask(rates.read)
+        return found
+
     # --- inside --------------------------------------------------------------------------------------
 
     async def _list(
@@ -575,6 +601,13 @@ def _pair(item: Any) -> tuple[Play | str, Any]:
     if isinstance(item, tuple) and len(item) == 2:
         return item
     raise InputRefused("items", f"must be Submit(…) or (play, input), not {type(item).__name__}")
+
+
+def _numbers(**values: Any) -> None:
+    for field, value in values.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not number:
+            raise InputRefused(field, f"must be a finite number, not {preview(value)}")
 
 
 def _text(field: str, value: str | None) -> str | None:

@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+import attrs
 import click
 import trio
 
@@ -37,7 +38,7 @@ from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
 from runtime.demo import run_demo
 from runtime.handle import output_of
-from sql import control, deployment, due, facts, status, submit
+from sql import control, deployment, due, facts, rates, status, submit
 from sql.connection import Session
 from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES
@@ -455,6 +456,60 @@ def runs_verb(
     show.show_runs(found)
     if following is not None:
         click.echo(f"there may be more: --after {following}", err=True)
+
+
+# --- rates -------------------------------------------------------------------------------------------
+
+
+@cli.command("rates")
+@json_option
+@database_options
+def rates_verb() -> None:
+    """List rate scopes: what they allow, what is going on, and what providers have refused.
+
+    "state" is open, blocked (a provider has refused) or probing. "measured" is the rate of the last minute at most,
+    "refused at" the rate at which the provider last refused.
+
+    \b
+    Examples:
+      runlane rates
+      runlane rates --json
+    """
+    settings = settings_of_command()
+    found = _client.ask(settings.config(), rates.read)
+    if settings.as_json:
+        show.print_json({"rates": [attrs.asdict(one) for one in found]})
+    elif found:
+        show.show_rates(found)
+    else:
+        click.echo("no rate scopes", err=True)
+
+
+@cli.command("set-rate")
+@json_option
+@database_options
+@click.argument("name")
+@click.option("--per-s", type=float, help="Units per second; without it, only --max-in-flight limits.")
+@click.option("--burst", type=float, default=1.0, show_default=True, help="Units that may go at once.")
+@click.option("--max-in-flight", type=int, help="Permits held at once, over all hosts.")
+def set_rate_verb(name: str, per_s: float | None, burst: float, max_in_flight: int | None) -> None:
+    """Declare the rate scope NAME, or change it, for every host at once.
+
+    \b
+    Examples:
+      runlane set-rate provider --per-s 5 --burst 10
+      runlane set-rate browser --max-in-flight 20
+    """
+    settings = settings_of_command()
+
+    async def body(session: Session) -> bool:
+        return await rates.set_rate(session, name, per_s=per_s, burst=burst, max_in_flight=max_in_flight)
+
+    changed = _client.ask(settings.config(), body)
+    if settings.as_json:
+        show.print_json({"name": name, "changed": changed})
+    else:
+        click.echo(f"rate scope {name} {'set' if changed else 'was so already'}")
 
 
 # --- the entry ---------------------------------------------------------------------------------------

@@ -6,16 +6,21 @@ attempt through its scope, and what is said travels with the facts actor.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import attrs
 import trio
 
 from actors.attempts import Attempt, Why
+from actors.core import Mailbox
+from actors.rates import Acquire, Release
+from runtime import rates
 from runtime.codec import JsonCodec, preview, scrub
+from runtime.rates import Permit, SyncPermit
 from sql.errors import InputRefused, RunCancelled
 from sql.types import Lane
 
@@ -53,6 +58,7 @@ class Context:
         *,
         say: Callable[[Attempt], None],
         register: Register,
+        rates_box: Mailbox[Acquire | Release],
         park_after_s: float,
         max_depth: int,
     ) -> None:
@@ -64,6 +70,7 @@ class Context:
         self._codec = codec
         self._say = say
         self._register = register
+        self._rates = rates_box
         self._park_after_s = park_after_s
         self._max_depth = max_depth
         self._task: trio.lowlevel.Task | None = None
@@ -171,6 +178,25 @@ class Context:
         self._attempt.say(Lane.LIFECYCLE, "run.progress", json.dumps(record), replaces=True)
         self._say(self._attempt)
 
+    # --- what hosts share ------------------------------------------------------------------------------
+
+    def rate(
+        self,
+        name: str,
+        *,
+        cost: float = 1.0,
+        timeout: float | None = None,
+    ) -> contextlib.AbstractAsyncContextManager[Permit]:
+        """A slot of the rate scope ``name``, shared by all hosts: ``async with ctx.rate("provider") as permit:``.
+
+        Waits, in memory, until it is this caller's turn: first come, first served. ``cost`` in the scope's units.
+        Where the turn is known to be more than ``timeout`` seconds away, or has not come by then, raises
+        CapacityUnavailable, which (if the play lets it pass) puts the run back into the queue until then, free of
+        charge. Time spent waiting counts as running time. Tell a provider's refusal to ``permit.retry_after(seconds)``.
+        """
+        self._check_live()
+        return rates.permit(self._rates, self._attempt, name, cost, timeout)
+
     # --- waits ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -248,3 +274,15 @@ class SyncContext:
     def progress(self, done: float, total: float | None = None) -> None:
         """As ``Context.progress``."""
         trio.from_thread.run_sync(self._context.progress, done, total)
+
+    @contextlib.contextmanager
+    def rate(self, name: str, *, cost: float = 1.0, timeout: float | None = None) -> Iterator[SyncPermit]:
+        """As ``Context.rate``, with a plain ``with``; the thread waits."""
+        granted = trio.from_thread.run(self._granted, name, cost, timeout)
+        with SyncPermit(granted).ending() as permit:
+            yield permit
+
+    async def _granted(self, name: str, cost: float, timeout: float | None) -> Permit:  # noqa: ASYNC109
+        context = self._context
+        context._check_live()
+        return await rates.acquire(context._rates, context._attempt, name, cost, timeout)

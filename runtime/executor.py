@@ -16,8 +16,9 @@ import attrs
 import trio
 
 from actors.attempts import Attempt, Why
-from actors.core import leaves
+from actors.core import Mailbox, leaves
 from actors.executors import released
+from actors.rates import Acquire, Release
 from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.context import Context, Register, SyncContext
@@ -49,6 +50,7 @@ class Executor:
         say: Callable[[Attempt], None],
         flush: Callable[[], None],
         register: Register,
+        rates: Mailbox[Acquire | Release],
     ) -> None:
         self._plays = plays
         self._codec = codec
@@ -56,6 +58,7 @@ class Executor:
         self._say = say
         self._flush = flush
         self._register = register
+        self._rates = rates
         self._threads = trio.CapacityLimiter(config.threads)
 
     async def __call__(self, attempt: Attempt) -> Settlement | None:
@@ -66,6 +69,7 @@ class Executor:
             self._codec,
             say=self._say,
             register=self._register,
+            rates_box=self._rates,
             park_after_s=self._config.park_after_s,
             max_depth=self._config.max_depth,
         )

@@ -32,6 +32,7 @@ from actors.lanes import LaneActor
 from actors.leases import Leases
 from actors.listener import Listener
 from actors.outbox import InDatabaseOutbox, Outbox
+from actors.rates import Acquire, Rates, Release
 from actors.schedules import Adoption, Change, Schedules
 from actors.settle import Settle
 from actors.timers import Timers
@@ -145,6 +146,9 @@ class _Composition:
         # Endings and sayings are bounded by the attempts that can have any, and none may be refused.
         self.endings: Mailbox[Settlement] = Mailbox("settle", sys.maxsize)
         self.sayings: Mailbox[Attempt] = Mailbox("facts", sys.maxsize)
+        self.slots: Mailbox[Acquire | Release] = Mailbox(
+            "rates", sys.maxsize, wake=hints.wake_rates, abandon=_abandon_slot
+        )
         self.admissions: Mailbox[Admission] = Mailbox("admission", _MOST_WAITING, abandon=_abandon)
         self.cancellations: Mailbox[CancelRequest] = Mailbox(
             "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
@@ -165,6 +169,7 @@ class _Composition:
             say=_Say(self.sayings),
             flush=self.facts.hurry.set,
             register=self._register_array_input,
+            rates=self.slots,
         )
         self.executors = Executors(
             self.attempts,
@@ -331,6 +336,7 @@ class _Composition:
         return [
             _child("facts", self.facts, self.sayings, stop_budget_s=config.release_budget_s),
             _child("settle", settle, self.endings, stop_budget_s=config.release_budget_s),
+            _child("rates", Rates(self.options, self.slots, self.hints), self.slots),
             _child(
                 "executors",
                 self.executors,
@@ -521,6 +527,11 @@ class _Say:
 def _abandon(item: Admission | CancelRequest | Change | IntentRequest | Query, error: RunlaneError) -> None:
     reply: Reply[Any] = item.reply
     reply.set_error(error)
+
+
+def _abandon_slot(item: Acquire | Release, error: RunlaneError) -> None:
+    if isinstance(item, Acquire):
+        item.reply.set_error(error)
 
 
 def _nothing() -> None:

@@ -12,7 +12,7 @@ import attrs
 from sql.calls import call, channel
 from sql.connection import Session
 
-CHANNELS = ("runs", "lanes", "terminals", "control", "schedules")
+CHANNELS = ("runs", "lanes", "terminals", "control", "schedules", "rates")
 
 
 @attrs.frozen

@@ -133,13 +133,13 @@ class ResultTimeout(RunlaneError):
 
 # --- what a play may raise to say what becomes of its run ------------------------------------------------
 
-_LEAST_WAIT_S, _MOST_WAIT_S = 0.1, 2_592_000.0
+LEAST_WAIT_S, MOST_WAIT_S = 0.1, 2_592_000.0
 
 
-def _wait_s(field: str, value: float) -> float:
+def wait_s(field: str, value: float) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not _LEAST_WAIT_S <= value <= _MOST_WAIT_S:
-        allowed = f"a number of seconds from {_LEAST_WAIT_S:g} to {_MOST_WAIT_S:.0f} (30 days)"
+    if not number or not LEAST_WAIT_S <= value <= MOST_WAIT_S:
+        allowed = f"a number of seconds from {LEAST_WAIT_S:g} to {MOST_WAIT_S:.0f} (30 days)"
         raise InputRefused(field, f"must be {allowed}, not {value!r:.40}")
     return float(value)
 
@@ -158,7 +158,7 @@ class Retry(RunlaneError):
         self, reason: str = "the play asked to be tried again", *, after: float | None = None
     ) -> None:
         super().__init__(reason)
-        self.after = None if after is None else _wait_s("after", after)
+        self.after = None if after is None else wait_s("after", after)
 
 
 class Deferral(RunlaneError):
@@ -169,7 +169,7 @@ class Deferral(RunlaneError):
 
     def __init__(self, reason: str, *, retry_after: float = 5.0) -> None:
         super().__init__(reason)
-        self.retry_after = _wait_s("retry_after", retry_after)
+        self.retry_after = wait_s("retry_after", retry_after)
 
 
 class CapacityUnavailable(Deferral):

@@ -38,12 +38,13 @@ async def submit(session: Session, play: str, input: str, options: Mapping[str, 
             call(session.options.schema, "submit_run", 3), play, input, json.dumps(given)
         )
     except KernelRefused as exc:
-        raise _refusal(exc) from exc
+        raise refusal(exc) from exc
     assert row is not None
     return row["run_id"], row["created"]
 
 
-def _refusal(exc: KernelRefused) -> RunlaneError:
+def refusal(exc: KernelRefused) -> RunlaneError:
+    """What a refusal of a public SQL function is as an error of ours; what is none comes back as it is."""
     detail = exc.detail or ""
     # The driver's text repeats the detail on a line of its own; what was refused stands on the first.
     message = str(exc).removesuffix(f" ({detail}) [{exc.sqlstate}]")

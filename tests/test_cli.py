@@ -32,7 +32,7 @@ from sql.errors import ConfigError, LinkLost
 from tests.support import hosting
 from tests.support.servers import ask, temporary_folder
 
-VERBS = ("demo", "serve", "migrate", "submit", "status", "cancel", "runs")
+VERBS = ("demo", "serve", "migrate", "submit", "status", "cancel", "runs", "rates", "set-rate")
 NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
 
 
@@ -464,6 +464,19 @@ def _ids(answer: Answer) -> list[str]:
 
 
 # --- serve -------------------------------------------------------------------------------------------
+
+
+def test_rates_are_set_and_listed(runlane: Command) -> None:
+    assert "no rate scopes" in runlane("rates").err
+    assert "rate scope api set" in runlane("set-rate", "api", "--per-s", "5", "--burst", "10").out
+    assert runlane("set-rate", "api", "--per-s", "5", "--burst", "10", "--json").json["changed"] is False
+    runlane("set-rate", "browser", "--max-in-flight", "3")
+    api, browser = runlane("rates", "--json").json["rates"]
+    assert (api["name"], api["per_s"], api["burst"], api["state"]) == ("api", 5.0, 10.0, "open")
+    assert (browser["name"], browser["per_s"], browser["max_in_flight"]) == ("browser", None, 3)
+    assert "0 of 3" in runlane("rates").out
+    runlane("set-rate", "api", "--per-s", "-5").refused(2, "per_s", "from 0.00001")
+    runlane("set-rate", "a b", "--per-s", "5").refused(2, "name")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -26,6 +26,7 @@ from sql import (
     lanes,
     leases,
     proof,
+    rates,
     receipts,
     schedules,
     settle,
@@ -48,6 +49,7 @@ _TABLES = [
     "unique_keys",
     "receipts",
     "schedules", "fires",
+    "rate_scopes", "rate_holds",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
@@ -96,6 +98,10 @@ SELECT 'old-' || n, 'alpha', '1', 60, 'UTC', 'last', 0, t, t, CASE WHEN n % 2 = 
 INSERT INTO @schema@.fires (schedule, fire_at, fired_at, run_id)
 SELECT 'old-1', created_at + row_number() OVER () * interval '1 second', created_at, run_id
   FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.rate_holds (scope, token, cost, run_id, attempt, slot, spent_to, started_at)
+SELECT CASE n % 2 WHEN 0 THEN 'api' ELSE 'other' END, -n, 1, 'old-' || lpad(n::text, 6, '0'), 1, t, t,
+       CASE n % 2 WHEN 1 THEN t END
+  FROM (SELECT n, clock_timestamp() + interval '1 day' AS t FROM generate_series(1, 40000) AS n) AS g;
 """
 _READ = """
 SELECT c.relname, pg_stat_get_xact_tuples_returned(c.oid) AS n
@@ -284,6 +290,17 @@ async def _next_due(kernel: Kernel, _: Batch) -> None:
     await due.next_due(kernel.session, host=1, buckets=buckets, receivers=[""])
 
 
+async def _rates(kernel: Kernel, batch: Batch) -> None:
+    await rates.set_rate(kernel.session, "api", per_s=1e5, burst=50.0, max_in_flight=50)
+    slots = [rates.Slot("api", new_token(), 1.0, item.run_id, item.attempt) for item in batch.items]
+    for _ in range(2):
+        answers = await rates.acquire(kernel.session, slots, probe_s=30.0)
+        assert {answer.answer for answer in answers} == {"granted"}
+    for result in ("refused", "unused"):
+        results = [rates.Result("api", slot.token, result, 1.0) for slot in slots]
+        assert {answer.answer for answer in await rates.release(kernel.session, results)} == {"done"}
+
+
 def _lane_turn(lane: Lane) -> Call:
     async def call(kernel: Kernel, _: Batch) -> None:
         prefixes = await kernel.claim_lanes(lane, limit=ITEMS, prefix=1)
@@ -358,6 +375,7 @@ CALLS: dict[str, Call] = {
     "fire": _fire,
     "read fires": _read_fires,
     "next_due": _next_due,
+    "rates": _rates,
     "lifecycle turn": _lane_turn(Lane.LIFECYCLE),
     "observability turn": _lane_turn(Lane.OBSERVABILITY),
     "lifecycle deliver": _deliver(Lane.LIFECYCLE),

@@ -56,7 +56,22 @@ async def naps(ctx: Context, data: Any) -> int:
     return ctx.attempt
 
 
-PLAYS = [quick, busy, endless, deaf, naps]
+@play("holder")
+async def holder(ctx: Context, _: Any) -> None:
+    """Holds a permit, and never lets go."""
+    async with ctx.rate("browser"):
+        say(holds=ctx.run_id)
+        await trio.sleep_forever()
+
+
+@play("rated")
+async def rated(ctx: Context, _: Any) -> None:
+    """Takes a permit for a moment."""
+    async with ctx.rate("browser"):
+        pass
+
+
+PLAYS = [quick, busy, endless, deaf, naps, holder, rated]
 
 
 async def main(settings: dict[str, Any]) -> None:
