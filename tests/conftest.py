@@ -25,7 +25,10 @@ import hypothesis
 import pytest
 import trio
 
+from runtime.testing import run_inline, runlane
 from tests.support import servers
+
+__all__ = ["run_inline", "runlane"]  # fixtures, as users have them
 
 
 def pytest_configure() -> None:
@@ -74,6 +77,12 @@ def server() -> Iterator[str]:
         if os.environ.get("RUNLANE_TEST_HOLD_SNAPSHOT") == "1":
             stack.enter_context(servers.held_snapshot(dsn))
         yield dsn
+
+
+@pytest.fixture(scope="session")
+def runlane_server(server: str) -> str:
+    """Where the plugin for users makes its schemas."""
+    return server
 
 
 @pytest.fixture

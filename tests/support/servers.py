@@ -7,12 +7,8 @@ blocks, and runs asyncio in a thread of its own: call it from a fixture, or in a
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -22,13 +18,9 @@ from typing import Any, TypeVar
 
 import asyncpg
 
-from runtime.embedded import EmbeddedServer
+from runtime._throwaway import new_folder, throwaway_server
 
 T = TypeVar("T")
-
-# Thrown away at the end: a crash of the machine does not matter. A crash of the server does, so that
-# synchronous_commit stays on.
-THROWAWAY_SETTINGS = {"fsync": "off", "full_page_writes": "off"}
 
 
 def ask(dsn: str, *statements: str) -> list[Any]:
@@ -64,56 +56,18 @@ def in_thread(body: Callable[[], Coroutine[Any, Any, T]]) -> T:
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder that the embedded server's account can enter, removed at the end."""
-    folder = _new_folder()
+    folder = new_folder()
     try:
         yield folder
     finally:
         shutil.rmtree(folder)
 
 
-def _new_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="runlane-test-"))
-    if os.geteuid() == 0:
-        folder.chmod(0o755)
-    return folder
-
-
 @contextmanager
 def temporary_server(binaries: Path | None = None) -> Iterator[str]:
     """A server of its own, stopped and removed at the end; the DSN of its ``postgres`` database."""
-    with own_server(binaries) as server:
+    with throwaway_server(binaries) as server:
         yield server.dsn
-
-
-@contextmanager
-def own_server(binaries: Path | None = None) -> Iterator[EmbeddedServer]:
-    """The same, for who stops it (``leave()``) and starts it again (``join()``) on the way."""
-    folder = _new_folder()
-    server = EmbeddedServer.of(folder, settings=THROWAWAY_SETTINGS, binaries=binaries)
-    with _reaped(folder, server.folder, server.binaries):
-        try:
-            server.join()
-            yield server
-        finally:
-            server.leave()
-            # Two where the server's account cannot enter the temp folder.
-            for path in {folder, server.folder}:
-                shutil.rmtree(path)
-
-
-@contextmanager
-def _reaped(*places: Path) -> Iterator[None]:
-    """Have the server stopped and its folders removed even if this process is killed in the block."""
-    reaper = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.reaper", *map(str, places)],
-        stdin=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-        start_new_session=True,  # the signal that ends the run is not for it
-    )
-    try:
-        yield
-    finally:
-        reaper.communicate(timeout=60)
 
 
 @contextmanager
