@@ -142,6 +142,7 @@ class Admit:
                     place.item.claim = False  # not in: it may come in any way the next time
                     busy.append(place)
                     continue
+                place.item.claim = answer.claimed  # what counts against a limit is queued instead
                 if answer.claimed:
                     claims[place.message.asked_at or now].append(_claimed(place.item))
                 self._answered(place, answer)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from datetime import datetime
 
+import attrs
 import trio
 
 from actors.attempts import Attempts, Start
@@ -53,7 +53,7 @@ class Claim:
         self._asked: int | None = None
         self._sent_at = 0.0
         self._turn = 0
-        self._low_water: datetime | None = None
+        self._stand = door.Stand()
         self._front_at = -math.inf
         self._empty_handed = Backoff(first_s=0.005, max_s=1.0)
         self._portion = Portion(_BATCH)
@@ -84,15 +84,16 @@ class Claim:
         limit = min(self._attempts.free, self._portion.most)
         self._turn += 1
         self._sent_at = trio.current_time()
-        if self._low_water is None or self._sent_at >= self._front_at + _FRONT_EVERY_S:
-            self._low_water = None
+        stand = self._stand
+        if stand.low_water is None or self._sent_at >= self._front_at + _FRONT_EVERY_S:
+            stand = attrs.evolve(stand, low_water=None)
             self._front_at = self._sent_at
         self._asked = new_token()
         # What this claim asks for is taken until the answer is here: admission fills other slots meanwhile.
         self._attempts.reserved += limit
         try:
             with self._portion.adapt():
-                claims, next_due_s = await door.claim(
+                answer = await door.claim(
                     session,
                     self._buckets,
                     owner=self._owner,
@@ -100,36 +101,37 @@ class Claim:
                     limit=limit,
                     lease_s=self._lease_s,
                     oldest=self._turn % _OLDEST_EVERY == 0,
-                    low_water=self._low_water,
+                    stand=stand,
                 )
         finally:
             self._attempts.reserved -= limit
         self._asked = None
-        self._start(claims, self._sent_at)
-        if claims:
+        self._start(answer.items, self._sent_at)
+        if answer.items:
             self._hints.started.set()
-        from_front = self._low_water is None
-        self._low_water = min((c.was_due_at for c in claims if c.was_due_at), default=None)
-        self.caught_up = len(claims) < limit and (next_due_s is None or next_due_s > 0)
-        next_at = self._next_turn(len(claims), limit, next_due_s)
-        if from_front:
+        self._stand = answer.stand
+        got = len(answer.items)
+        self.caught_up = got < limit and (answer.next_due_s is None or answer.next_due_s > 0)
+        next_at = self._next_turn(got, limit, answer)
+        if stand.low_water is None:
             return next_at
         return min(self._front_at + _FRONT_EVERY_S, math.inf if next_at is None else next_at)
 
-    def _next_turn(self, got: int, limit: int, next_due_s: float | None) -> float | None:
+    def _next_turn(self, got: int, limit: int, answer: door.Claims) -> float | None:
         now = trio.current_time()
         if got == limit:
             self._empty_handed.reset()
             return now
         if got:
             self._empty_handed.reset()
-        if next_due_s is None:
+        if answer.next_due_s is None:
             return None
-        if next_due_s <= 0:
-            # Something is due that somebody else holds: look again soon, and ever less often.
-            return now + (_PACE_S if got else self._empty_handed.next())
+        if answer.next_due_s <= 0:
+            # Somebody's turn is still to come; or something is due that somebody else holds: look again soon, and ever
+            # less often.
+            return now + (_PACE_S if got or answer.stand.walking else self._empty_handed.next())
         self._empty_handed.reset()
-        return now + max(next_due_s, _PACE_S * random.uniform(0.5, 1.0))
+        return now + max(answer.next_due_s, _PACE_S * random.uniform(0.5, 1.0))
 
     async def _read_back(self, session: Session) -> None:
         """Start what the last life's claim took, if its answer was lost."""

@@ -107,7 +107,8 @@ class Control:
             elif answer.owner != self._owner:
                 # Also when it is not known whose attempt that was, because the first answer was lost.
                 self._hints.elsewhere("control")
-            self._hints.everywhere(["terminals"])
+            # An attempt that has lost its fence no longer counts against a limit.
+            self._hints.everywhere(["terminals"] if answer.owner is None else ["runs", "terminals"])
             self._hints.lanes.set()
 
     def _refuse(self, request: CancelRequest, fault: ItemFault) -> None:
@@ -115,5 +116,5 @@ class Control:
         request.reply.set_error(fault)
 
     def _tell(self) -> None:
-        self._hints.everywhere(["control", "terminals"])
+        self._hints.everywhere(["control", "runs", "terminals"])
         self._hints.lanes.set()

@@ -118,6 +118,8 @@ class Settle:
         self._mailbox.done([item])
         attempt = self._attempts.get(item.run_id)
         if attempt is not None and attempt.attempt == item.attempt:
+            if attempt.claimed.limited:
+                self._hints.everywhere(["runs"])  # somebody may have waited for this
             if attempt.holds_slot:  # settled behind its back: what it still does counts for nothing
                 self._attempts.lose(attempt, Why.LOST)
             self._attempts.remove(attempt)

@@ -30,9 +30,10 @@ from sql.errors import KernelRefused
 
 _DROP_S = 60.0
 
-# Nothing to claim, nothing that runs, nothing to deliver: three probes of partial indexes, no count.
+# Nothing to claim, nothing that runs, nothing to deliver: probes of partial indexes, no count.
 _AT_REST = """
-SELECT NOT EXISTS (SELECT FROM @schema@.runs WHERE status IN ('queued', 'waiting'))
+SELECT NOT EXISTS (SELECT FROM @schema@.runs WHERE status IN ('queued', 'waiting') AND turn IS NULL)
+   AND NOT EXISTS (SELECT FROM @schema@.runs WHERE status IN ('queued', 'waiting') AND turn >= 0)
    AND NOT EXISTS (SELECT FROM @schema@.runs WHERE status = 'running')
    AND NOT EXISTS (SELECT FROM @schema@.runs WHERE lane_pending)
    AND NOT EXISTS (SELECT FROM @schema@.lanes WHERE lane_pending)

@@ -46,6 +46,7 @@ from sql.errors import (  # noqa: E402
     ScheduleNotFound,
     UnknownPlay,
 )
+from sql.limits import Limit  # noqa: E402
 from sql.schedules import Fire, ScheduleStatus  # noqa: E402
 from sql.types import CancelOutcome, Delivery, Fact, Lane, RunStatus  # noqa: E402
 
@@ -77,6 +78,7 @@ __all__ = [
     "LedgerNotCurrent",
     "LedgerRejected",
     "LedgerRetry",
+    "Limit",
     "MemoryLedger",
     "OutcomeUnknown",
     "PayloadRefused",

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sql.limits import Limit
 from sql.rates import RateScope
 from sql.status import AttemptRecord
 from sql.types import Fact, RunStatus
@@ -221,3 +222,15 @@ def show_rates(scopes: Sequence[RateScope]) -> None:
             "-" if one.refused_per_s is None else f"{one.refused_per_s:.2f}/s {moment(one.refused_at)}",
         )
     console().print(made)
+
+
+# --- limits ------------------------------------------------------------------------------------------
+
+
+def show_limits(limits: Sequence[Limit]) -> None:
+    """A line per limit."""
+    lines = table("limit", "of", "at most", "running")
+    for one in limits:
+        kind = "each key" if one.kind == "key" else one.kind
+        lines.add_row(kind, one.name, str(one.max_running), "-" if one.running is None else str(one.running))
+    console().print(lines)

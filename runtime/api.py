@@ -32,7 +32,7 @@ from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
-from sql import facts, rates, status
+from sql import facts, limits, rates, status
 from sql.control import Cancellation
 from sql.errors import (
     HostFailed,
@@ -43,6 +43,7 @@ from sql.errors import (
     RunlaneError,
     RunNotFound,
 )
+from sql.limits import Limit
 from sql.rates import RateScope
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
@@ -122,6 +123,7 @@ class Verbs:
         scope: str | None = None,
         terminal_receiver: str | None = None,
         array_input_receiver: str | None = None,
+        concurrency_key: str | None = None,
     ) -> Handle:
         """Admit a run, durably, and return its handle.
 
@@ -137,7 +139,8 @@ class Verbs:
 
         ``surface``, ``trigger`` and ``scope`` say where the launch came from: kept in the run's first fact, shown by
         the full status. ``terminal_receiver`` is who gets the run's end in place of the usual ledger;
-        ``array_input_receiver`` who gets it once the run has registered array input.
+        ``array_input_receiver`` who gets it once the run has registered array input. Of runs with one
+        ``concurrency_key`` (default: what the play makes of the input) only so many run at once as the play says.
 
         Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, IdempotencyConflict or DuplicateRun.
         """
@@ -159,6 +162,7 @@ class Verbs:
             scope=scope,
             terminal_receiver=terminal_receiver,
             array_input_receiver=array_input_receiver,
+            concurrency_key=concurrency_key,
         )
         (handle,) = await self.submit_many([item])
         return handle
@@ -341,6 +345,26 @@ class Verbs:
     async def rates(self) -> list[RateScope]:
         """Every rate scope as it stands, by name."""
         found: list[RateScope] = await self._ask(rates.read)
+        return found
+
+    # --- limits --------------------------------------------------------------------------------------
+
+    async def set_limit(self, kind: str, name: str, max_running: int | None) -> None:
+        """Limit how many attempts of an organisation run at once, on all hosts: ``set_limit("org", "acme", 10)``.
+
+        None lifts the limit, 0 holds everything back. A lower limit ends nothing that runs. (The limits of plays and
+        keys are options of ``@play``.) Raises InputRefused naming the argument.
+        """
+        if kind != "org":
+            raise InputRefused("kind", f"must be 'org', not {preview(kind)}; plays bring their own limits")
+        if ids.check_org_id(name) is None:
+            raise InputRefused("name", "must be str, not NoneType")
+        most = ids.check_limit(max_running)
+        await self._ask(lambda session: limits.set_limit(session, kind, name, most))
+
+    async def limits(self) -> list[Limit]:
+        """Every limit, of organisations, plays and keys, with what runs under it now."""
+        found: list[Limit] = await self._ask(limits.read_all)
         return found
 
     # --- inside --------------------------------------------------------------------------------------

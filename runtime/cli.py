@@ -38,7 +38,7 @@ from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
 from runtime.demo import run_demo
 from runtime.handle import output_of
-from sql import control, deployment, due, facts, rates, status, submit
+from sql import control, deployment, due, facts, limits, rates, status, submit
 from sql.connection import Session
 from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES
@@ -212,6 +212,7 @@ def migrate(check: bool) -> None:
 @click.option("--delay", type=float, metavar="SECONDS", help="Not before this many seconds from now.")
 @click.option("--at", metavar="TIME", help="Not before this time: ISO 8601 with an offset or Z.")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
+@click.option("--concurrency-key", metavar="KEY", help="Of runs with one key only so many run at once.")
 @click.option("--wait", is_flag=True, help="Wait until the run has ended, and print its output.")
 def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> None:
     """Submit a run of PLAY.
@@ -300,6 +301,7 @@ def _submit_options(given: dict[str, Any], config: RuntimeConfig) -> dict[str, A
         "delay": delay_s,
         "at": None if at is None else at.isoformat(),
         "labels": _labels(given["labels"]),
+        "concurrency_key": ids.check_concurrency_key(given["concurrency_key"]),
         "release_id": config.release_id,
         "environment": config.environment,
         "notify": config.notify,
@@ -510,6 +512,65 @@ def set_rate_verb(name: str, per_s: float | None, burst: float, max_in_flight: i
         show.print_json({"name": name, "changed": changed})
     else:
         click.echo(f"rate scope {name} {'set' if changed else 'was so already'}")
+
+
+# --- limits ------------------------------------------------------------------------------------------
+
+
+@cli.command("limits")
+@json_option
+@database_options
+def limits_verb() -> None:
+    """List limits of concurrency, with what runs under each now.
+
+    "each key" is a limit of every concurrency key of a play. Limits of plays and keys are options of the play.
+
+    \b
+    Examples:
+      runlane limits
+      runlane limits --json
+    """
+    settings = settings_of_command()
+    found = _client.ask(settings.config(), limits.read_all)
+    if settings.as_json:
+        show.print_json({"limits": [attrs.asdict(one) for one in found]})
+    elif found:
+        show.show_limits(found)
+    else:
+        click.echo("no limits", err=True)
+
+
+@cli.command("set-limit")
+@json_option
+@database_options
+@click.argument("kind", type=click.Choice(["org"]))
+@click.argument("name")
+@click.argument("most", metavar="RUNS|none")
+def set_limit_verb(kind: str, name: str, most: str) -> None:
+    """Limit how many runs of the organisation NAME run at once, on all hosts.
+
+    0 holds them back, none lifts the limit. A lower limit ends nothing that runs.
+
+    \b
+    Examples:
+      runlane set-limit org acme 10
+      runlane set-limit org acme none
+    """
+    settings = settings_of_command()
+    if most != "none" and not (most.isascii() and most.isdigit()):
+        raise InputRefused("max_running", f"must be a whole number or none, not {most!r}")
+    wanted = ids.check_limit(None if most == "none" else int(most))
+    ids.check_org_id(name)
+
+    async def body(session: Session) -> bool:
+        return await limits.set_limit(session, kind, name, wanted)
+
+    changed = _client.ask(settings.config(), body)
+    if settings.as_json:
+        show.print_json({"kind": kind, "name": name, "max_running": wanted, "changed": changed})
+    else:
+        stands = "no limit" if wanted is None else f"at most {wanted} at once"
+        click.echo(f"{kind} {name}: {stands}{'' if changed else ', as before'}")
 
 
 # --- the entry ---------------------------------------------------------------------------------------

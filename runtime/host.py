@@ -180,7 +180,13 @@ class _Composition:
         )
         self.claim = Claim(
             options,
-            _claimable(buckets),
+            Buckets.of(
+                {
+                    (play, priority): bucket
+                    for play, by_priority in buckets.items()
+                    for priority, bucket in by_priority.items()
+                }
+            ),
             self.attempts,
             hints,
             self.executors.start,
@@ -494,7 +500,12 @@ async def _register(
             name=identity["name"],
             pid=identity["pid"],
             version=identity["version"],
-            crash_caps={play.name: play.crash_cap or config.crash_cap for play in plays.values()},
+            plays={
+                play.name: admission.PlayRules(
+                    play.crash_cap or config.crash_cap, play.max_running, play.max_per_key
+                )
+                for play in plays.values()
+            },
         )
         found, _ = await admission.play_buckets(
             session, list(plays), release_id=config.release_id, environment=config.environment
@@ -503,13 +514,6 @@ async def _register(
     for (play, priority), bucket in found.items():
         buckets.setdefault(play, {})[priority] = bucket
     return buckets
-
-
-def _claimable(buckets: Mapping[str, Mapping[int, int]]) -> Buckets:
-    pairs = [
-        (bucket, priority) for by_priority in buckets.values() for priority, bucket in by_priority.items()
-    ]
-    return Buckets(tuple(bucket for bucket, _ in pairs), tuple(priority for _, priority in pairs))
 
 
 class _Say:

@@ -23,6 +23,7 @@ from sql.types import ON_CONFLICT, RUN_ID_PATTERN
 MAX_DELAY_S = 10 * 366 * 86_400.0
 MAX_KEY_CHARS = 255
 MAX_RECEIVER_CHARS = 128
+MAX_RUNNING = 1_000_000
 MAX_LABELS = 32
 MAX_LABEL_KEY_CHARS = 64
 MAX_LABEL_VALUE_CHARS = 256
@@ -103,6 +104,22 @@ def check_run_id(value: Any) -> str:
 def check_idempotency_key(value: Any) -> str | None:
     """``value`` (None: no key), or InputRefused: 1 to 255 characters, no NUL."""
     return None if value is None else _checked_text("idempotency_key", value, MAX_KEY_CHARS)
+
+
+def check_concurrency_key(value: Any) -> str | None:
+    """``value`` (None: no key), or InputRefused: 1 to 255 characters, no NUL."""
+    return None if value is None else _checked_text("concurrency_key", value, MAX_KEY_CHARS)
+
+
+def check_limit(value: Any) -> int | None:
+    """``value`` (None: no limit), or InputRefused: a whole number from 0 to 1000000."""
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_RUNNING:
+        raise InputRefused(
+            "max_running", f"must be an int from 0 to {MAX_RUNNING}, or None, not {preview(value)}"
+        )
+    return int(value)
 
 
 def check_org_id(value: Any) -> str | None:

@@ -36,6 +36,8 @@ class Play:
     ``backoff_jitter`` of it. Errors of the types ``final`` are not tried again. ``timeout_s`` limits the running
     time of one attempt, parks excluded. ``outage_max_s`` limits for how long the outage of a dependency defers a run,
     ``crash_cap`` how many of its leases may expire; None is the host's setting.
+    ``max_running`` limits how many attempts run at once on all hosts, ``max_per_key`` how many of one concurrency key
+    (None: one), which ``concurrency_key`` makes of the input unless the submit names one; None there is no key.
     ``input_type`` and ``output_type`` are set where the annotation is an attrs, dataclass or pydantic class.
     """
 
@@ -52,6 +54,9 @@ class Play:
     timeout_s: float | None = None
     outage_max_s: float | None = None
     crash_cap: int | None = None
+    max_running: int | None = None
+    concurrency_key: Callable[[Any], str | None] | None = None
+    max_per_key: int | None = None
     input_type: type | None = None
     output_type: type | None = None
 
@@ -72,6 +77,9 @@ def play(
     timeout_s: float | None = None,
     outage_max_s: float | None = None,
     crash_cap: int | None = None,
+    max_running: int | None = None,
+    concurrency_key: Callable[[Any], str | None] | None = None,
+    max_per_key: int | None = None,
 ) -> Callable[[Callable[..., Any]], Play]:
     """Register a function as a play: ``@play("audit", retries=3)``.
 
@@ -93,6 +101,9 @@ def play(
         "outage_max_s": None if outage_max_s is None else _number(name, "outage_max_s", outage_max_s, 0.0),
         "timeout_s": None if timeout_s is None else _number(name, "timeout_s", timeout_s, 0.0),
         "crash_cap": None if crash_cap is None else _whole(name, "crash_cap", crash_cap, 1),
+        "max_running": None if max_running is None else _whole(name, "max_running", max_running, 1),
+        "concurrency_key": _function(name, "concurrency_key", concurrency_key),
+        "max_per_key": None if max_per_key is None else _whole(name, "max_per_key", max_per_key, 1),
     }
     if timeout_s == 0:
         raise InvalidPlay(f"play {name!r}: timeout_s must be above 0 (or None for no limit)")
@@ -130,6 +141,13 @@ def _number(name: str, option: str, value: Any, least: float, most: float = 1e9)
         allowed = f"a number from {least:g} to {'1e9' if most == 1e9 else format(most, 'g')}"
         raise InvalidPlay(f"play {name!r}: {option} must be {allowed}, not {preview(value)}")
     return float(value)
+
+
+def _function(name: str, option: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        allowed = "a function of the input that returns a key or None"
+        raise InvalidPlay(f"play {name!r}: {option} must be {allowed}, not {preview(value)}")
+    return value
 
 
 def _errors(name: str, final: Any) -> tuple[type[Exception], ...]:

@@ -46,6 +46,7 @@ class Submit:
     scope: str | None = None
     terminal_receiver: str | None = None
     array_input_receiver: str | None = None
+    concurrency_key: str | None = None
 
 
 BucketsOf = Callable[[str], Awaitable[Mapping[int, int] | None]]
@@ -92,7 +93,7 @@ class Submissions:
             limit_bytes=self._config.max_payload_bytes,
             max_depth=self._config.max_depth,
         )
-        self._check_shape(item.play if isinstance(item.play, Play) else self._plays.get(name), text)
+        key = self._concurrency_key(item, name, text)
         priority = ids.check_priority(item.priority)
         delay_s, at = ids.check_when(item.delay, item.at)
         labels = ids.check_labels(item.labels)
@@ -110,11 +111,11 @@ class Submissions:
             labels=None
             if not labels
             else self._codec.encode(labels, what="labels", limit_bytes=65_536, max_depth=2),
-            extras=self._extras(item),
+            extras=self._extras(item, key),
             replaces=item.on_conflict == "replace",
         )
 
-    def _extras(self, item: Submit) -> str | None:
+    def _extras(self, item: Submit, concurrency_key: str | None) -> str | None:
         """The JSON text of what few runs have; None for a plain run."""
         given = {
             "unique": ids.check_unique(item.unique_key, item.unique_for_s, item.on_conflict),
@@ -123,16 +124,34 @@ class Submissions:
             "scope": ids.check_choice("scope", item.scope, SCOPES),
             "terminal_receiver": ids.check_receiver("terminal_receiver", item.terminal_receiver),
             "array_input_receiver": ids.check_receiver("array_input_receiver", item.array_input_receiver),
+            "concurrency_key": concurrency_key,
         }
         extras = {name: value for name, value in given.items() if value is not None}
         if not extras:
             return None
         return self._codec.encode(extras, what="options", limit_bytes=65_536, max_depth=3)
 
-    def _check_shape(self, play: Play | None, text: str) -> None:
-        """Refuse an input that the play's own type refuses, where the play is known; its host does so anyway."""
-        if play is not None and play.input_type is not None:
-            self._codec.structure(self._codec.decode(text, what="input"), play.input_type, what="input")
+    def _concurrency_key(self, item: Submit, name: str, text: str) -> str | None:
+        """The run's key: the caller's, or what the play makes of the input, where the play is known here.
+
+        Refuses an input that the play's own type refuses, on the way; its host does so anyway.
+        """
+        play = item.play if isinstance(item.play, Play) else self._plays.get(name)
+        given = ids.check_concurrency_key(item.concurrency_key)
+        wanted = play is not None and play.concurrency_key is not None and given is None
+        if play is None or not (wanted or play.input_type is not None):
+            return given
+        data = self._codec.decode(text, what="input")
+        if play.input_type is not None:
+            data = self._codec.structure(data, play.input_type, what="input")
+        if not wanted or play.concurrency_key is None:
+            return given
+        try:
+            made = play.concurrency_key(data)
+        except Exception as exc:  # the user's code, and the caller's input
+            reason = f"the play's function raised {type(exc).__name__} for this input"
+            raise InputRefused("concurrency_key", reason) from exc
+        return ids.check_concurrency_key(made)
 
     def _name(self, play: Any) -> str:
         if isinstance(play, Play):

@@ -6,7 +6,7 @@ happened at the host's own door.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import attrs
@@ -106,16 +106,31 @@ async def play_buckets(
     return buckets, frozenset(row["play"] for row in rows if row["registered"])
 
 
+@attrs.frozen
+class PlayRules:
+    """What the kernel has to know of a play.
+
+    ``max_running``: attempts at once on all hosts, ``max_per_key`` the same of one concurrency key; None is no limit,
+    and one at a time per key.
+    """
+
+    crash_cap: int
+    max_running: int | None = None
+    max_per_key: int | None = None
+
+
 async def register_host(
-    session: Session, *, host: int, name: str, pid: int, version: str, crash_caps: dict[str, int]
+    session: Session, *, host: int, name: str, pid: int, version: str, plays: Mapping[str, PlayRules]
 ) -> None:
-    """Make a host and its plays (with the crash cap of each) known. Safe to repeat."""
+    """Make a host and its plays known. Safe to repeat. Of two hosts' rules for one play the latest stand."""
     await session.execute(
-        call(session.options.schema, "register_host", 6),
+        call(session.options.schema, "register_host", 8),
         host,
         name,
         pid,
         version,
-        list(crash_caps),
-        list(crash_caps.values()),
+        list(plays),
+        [rules.crash_cap for rules in plays.values()],
+        [rules.max_running for rules in plays.values()],
+        [rules.max_per_key for rules in plays.values()],
     )

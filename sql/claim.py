@@ -21,7 +21,8 @@ class Claimed:
     """A live attempt of this host: the permission to execute.
 
     ``input`` and ``labels`` are JSON text. ``waits``: seconds until each registered wait passes, None for one
-    that has. ``lag_s``: from due to claimed, on the database clock.
+    that has. ``limited``: it counts against a limit, and somebody may wait for its end. ``lag_s``: from due to
+    claimed, on the database clock.
     """
 
     run_id: str
@@ -33,16 +34,51 @@ class Claimed:
     waits: Mapping[str, float | None] = attrs.field(factory=dict)
     org_id: str | None = None
     labels: str | None = None
+    limited: bool = False
     lag_s: float = 0.0
     was_due_at: datetime | None = None
 
 
 @attrs.frozen
 class Buckets:
-    """The buckets that a host serves, with the priority of each, in the same positions."""
+    """The buckets that a host serves, with the priority and the play of each, in the same positions."""
 
     ids: tuple[int, ...]
     priorities: tuple[int, ...]
+    plays: tuple[str, ...]
+
+    @classmethod
+    def of(cls, by_play: Mapping[tuple[str, int], int]) -> Buckets:
+        """From the buckets by (play, priority)."""
+        plays, priorities = zip(*by_play, strict=True) if by_play else ((), ())
+        return cls(tuple(by_play.values()), priorities, plays)
+
+
+@attrs.frozen
+class Stand:
+    """Where a claim left off, for the next one of the same host and buckets.
+
+    ``low_water``: nothing that may be claimed was due before it; None: begin at the front. ``cursors``: per bucket
+    whose turn was the last; None where nobody was left out.
+    """
+
+    low_water: datetime | None = None
+    cursors: tuple[int | None, ...] = ()
+
+    @property
+    def walking(self) -> bool:
+        """Whether somebody's turn is still to come in this round."""
+        return any(cursor is not None for cursor in self.cursors)
+
+
+@attrs.frozen
+class Claims:
+    """What a claim took; the seconds until the next is due (None: nothing there; zero or less: more is due now); where
+    it left off."""
+
+    items: list[Claimed]
+    next_due_s: float | None
+    stand: Stand
 
 
 async def claim(
@@ -54,36 +90,41 @@ async def claim(
     limit: int,
     lease_s: float,
     oldest: bool,
-    low_water: datetime | None,
-) -> tuple[list[Claimed], float | None]:
+    stand: Stand,
+) -> Claims:
     """Claim up to ``limit`` due runs.
 
-    Returns them and the seconds until the next is due (None: nothing there; zero or less: more is due now).
     Fenced by ``token``: after a lost answer, ``read_back`` with the same token tells what was claimed.
     """
     rows = await session.fetch(
-        call(session.options.schema, "claim_runs", 8),
+        call(session.options.schema, "claim_runs", 10),
         owner,
         token,
         buckets.ids,
         buckets.priorities,
+        buckets.plays,
         limit,
         lease_s,
         oldest,
-        low_water,
+        stand.low_water,
+        stand.cursors,
     )
-    next_due_s = rows.pop()["next_due_s"]
-    return [_claimed(row, token) for row in rows], next_due_s
+    last = rows.pop()
+    return Claims(
+        [_claimed(row, token) for row in rows],
+        last["next_due_s"],
+        Stand(last["was_due_at"], tuple(last["cursors"])),
+    )
 
 
 async def read_back(session: Session, *, owner: int, token: int) -> list[Claimed]:
     """What a claim with this token took. Only after the connection that made the claim is known to be gone."""
     rows = await session.fetch(call(session.options.schema, "read_claim", 2), owner, token)
-    return [_claimed(row, token) for row in rows]
+    return [_claimed([*row, None, 0.0], token) for row in rows]
 
 
 def _claimed(row: Any, token: int) -> Claimed:
-    run_id, attempt, play, input_, failures, waits, org_id, labels, was_due_at, lag_s, _ = row
+    run_id, attempt, play, input_, failures, waits, org_id, labels, limited, was_due_at, lag_s = row[:11]
     return Claimed(
         run_id,
         attempt,
@@ -94,6 +135,7 @@ def _claimed(row: Any, token: int) -> Claimed:
         {} if waits is None else json.loads(waits),
         org_id,
         labels,
+        limited,
         lag_s,
         was_due_at,
     )

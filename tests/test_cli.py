@@ -32,7 +32,19 @@ from sql.errors import ConfigError, LinkLost
 from tests.support import hosting
 from tests.support.servers import ask, temporary_folder
 
-VERBS = ("demo", "serve", "migrate", "submit", "status", "cancel", "runs", "rates", "set-rate")
+VERBS = (
+    "demo",
+    "serve",
+    "migrate",
+    "submit",
+    "status",
+    "cancel",
+    "runs",
+    "rates",
+    "set-rate",
+    "limits",
+    "set-limit",
+)
 NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
 
 
@@ -416,6 +428,43 @@ def test_status_shows_the_run_its_attempts_and_its_newest_facts(served: Command)
     people = served("status", run_id).out
     for word in (run_id, "failed", "ValueError: no good: x", "run.created", "facts delivered"):
         assert word in people
+
+
+def test_limits(runlane: Command) -> None:
+    assert runlane("limits").err == "no limits\n"
+    assert runlane("set-limit", "org", "acme", "3").out == "org acme: at most 3 at once\n"
+    assert runlane("set-limit", "org", "acme", "3").out == "org acme: at most 3 at once, as before\n"
+    assert runlane("set-limit", "org", "b", "0", "--json").json == {
+        "kind": "org", "name": "b", "max_running": 0, "changed": True,
+    }  # fmt: skip
+    assert runlane("limits", "--json").json == {
+        "limits": [
+            {"kind": "org", "name": "acme", "max_running": 3, "running": 0},
+            {"kind": "org", "name": "b", "max_running": 0, "running": 0},
+        ]
+    }
+    lines = runlane("limits").out.splitlines()
+    assert [line.split() for line in lines[1:]] == [["org", "acme", "3", "0"], ["org", "b", "0", "0"]]
+    assert runlane("set-limit", "org", "acme", "none").out == "org acme: no limit\n"
+    assert [one["name"] for one in runlane("limits", "--json").json["limits"]] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["a", "many"], "max_running"),
+        (["a", "1000001"], "max_running"),
+        (["a" * 256, "1"], "org_id"),
+    ],
+)
+def test_limits_refused(runlane: Command, arguments: list[str], word: str) -> None:
+    runlane("set-limit", "org", *arguments).refused(2, word)
+
+
+def test_submit_with_a_concurrency_key(runlane: Command, served: Command) -> None:
+    run_id = served("submit", "echo", "1", "--concurrency-key", "k", "--wait", "--json").json["run_id"]
+    first = served("status", run_id, "--json").json["facts"][0]
+    assert first["payload"]["concurrency_key"] == "k"
 
 
 def test_cancel(runlane: Command) -> None:

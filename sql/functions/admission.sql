@@ -31,7 +31,8 @@ $$;
 --   p_extras    what few runs have, or NULL: {"receiver", "terminal_receiver", "parent_id", "root_id",
 --               "concurrency_key", "unique" (see unique.sql), …}; all of it is told in the first fact, some of it
 --               has a column
---   p_claim     admit as already claimed by p_owner (only items that are due now)
+--   p_claim     admit as already claimed by p_owner (only items that are due now; those that count against a limit
+--               are queued: only a claim holds the limit's lock)
 --   p_wait      wait for a key held by an open transaction instead of answering busy
 --
 -- outcome: created | existing (same play, organisation and input) | conflict (taken by another) | two_runs
@@ -51,6 +52,7 @@ DECLARE
     v_total  CONSTANT integer := cardinality(p_run_ids);
     v_busy   boolean[] := array_fill(false, ARRAY[v_total]);  -- dense: a gap in front would shift every item
     v_known  boolean[];  -- NULL: nobody but us can know any of these
+    v_claim  boolean[] := p_claim;
     v_made   text[];
     v_held   text[];     -- NULL: nobody asks for a unique key; else by position the run that keeps it
     v_some   CONSTANT boolean := num_nonnulls(VARIADIC p_extras) > 0;
@@ -89,6 +91,9 @@ BEGIN
           FROM unnest(p_run_ids, p_named, p_plays, p_orgs, p_keys, p_extras) WITH ORDINALITY
                AS i (run_id, named, play, org_id, key, extras, ord);
     END IF;
+    IF true = ANY (p_claim) AND (v_some OR EXISTS (SELECT 1 FROM limits)) THEN
+        v_claim := unlimited_claims(p_claim, p_plays, p_orgs, p_extras);
+    END IF;
     v_now := clock();
     IF v_some AND EXISTS (SELECT 1 FROM unnest(p_extras) AS e (extras) WHERE e.extras ? 'unique') THEN
         v_held := take_unique_keys(p_run_ids, p_plays, p_orgs, p_extras,
@@ -99,7 +104,7 @@ BEGIN
     WITH items AS (
         SELECT i.*, coalesce(i.due, v_now + make_interval(secs => i.delay_s), v_now) AS due_at
           FROM unnest(p_run_ids, p_plays, p_buckets, p_priorities, p_orgs, p_keys, p_delays, p_ats, p_labels,
-                      p_extras, p_requests, p_claim, v_busy, v_known, v_held)
+                      p_extras, p_requests, v_claim, v_busy, v_known, v_held)
                AS i (run_id, play, bucket, priority, org_id, key, delay_s, due, labels, extras, request, claim, busy,
                      known, held)
     ), made AS (
@@ -136,7 +141,7 @@ BEGIN
      WHERE cardinality(v_made) = v_total OR (i.run_id = ANY (v_made) AND i.busy IS NOT TRUE)
     UNION ALL
     SELECT i.run_id, 0, 2, 'run.started', v_now, jsonb_build_object('attempt', 1, 'host', p_owner::text)
-      FROM unnest(p_run_ids, p_claim, v_busy) AS i (run_id, claim, busy)
+      FROM unnest(p_run_ids, v_claim, v_busy) AS i (run_id, claim, busy)
      WHERE i.claim AND (cardinality(v_made) = v_total OR (i.run_id = ANY (v_made) AND i.busy IS NOT TRUE));
 
     IF v_held IS NOT NULL AND NOT p_wait THEN
@@ -144,7 +149,7 @@ BEGIN
     END IF;
     IF cardinality(v_made) = v_total THEN
         RETURN QUERY SELECT i.ord::integer, 'created'::text, i.run_id, true, i.claim
-                       FROM unnest(p_run_ids, p_claim) WITH ORDINALITY AS i (run_id, claim, ord);
+                       FROM unnest(p_run_ids, v_claim) WITH ORDINALITY AS i (run_id, claim, ord);
         RETURN;
     END IF;
 
@@ -182,6 +187,22 @@ BEGIN
 END
 $$;
 
+-- Which items may be admitted as claimed: those that count against no limit.
+CREATE OR REPLACE FUNCTION @schema@.unlimited_claims(
+    p_claim boolean[], p_plays text[], p_orgs text[], p_extras jsonb[]
+) RETURNS boolean[]
+LANGUAGE plpgsql STABLE
+AS $$
+DECLARE
+    v_plays CONSTANT text[] := (SELECT array_agg(name) FROM limits WHERE kind = 'play' AND name = ANY (p_plays));
+    v_orgs  CONSTANT text[] := (SELECT array_agg(name) FROM limits WHERE kind = 'org' AND name = ANY (p_orgs));
+BEGIN
+    RETURN (SELECT array_agg(i.claim AND i.extras ->> 'concurrency_key' IS NULL
+                             AND (i.play = ANY (v_plays)) IS NOT TRUE AND (i.org = ANY (v_orgs)) IS NOT TRUE ORDER BY i.ord)
+              FROM unnest(p_claim, p_plays, p_orgs, p_extras) WITH ORDINALITY AS i (claim, play, org, extras, ord));
+END
+$$;
+
 -- Buckets of plays for every priority, and whether any host has ever registered the play.
 CREATE OR REPLACE FUNCTION @schema@.play_buckets(p_plays text[], p_release text, p_environment text)
 RETURNS TABLE (play text, priority smallint, bucket bigint, registered boolean)
@@ -196,7 +217,8 @@ $$;
 
 -- Makes a host and its plays known. Called once per start of a host.
 CREATE OR REPLACE FUNCTION @schema@.register_host(
-    p_host bigint, p_name text, p_pid integer, p_version text, p_plays text[], p_crash_caps integer[]
+    p_host bigint, p_name text, p_pid integer, p_version text, p_plays text[], p_crash_caps integer[],
+    p_max_running integer[], p_max_per_key integer[]
 ) RETURNS void
 LANGUAGE plpgsql
 SET search_path = @schema@, pg_temp
@@ -215,5 +237,6 @@ BEGIN
      ORDER BY i.name
     ON CONFLICT (name) DO UPDATE SET crash_cap = excluded.crash_cap
      WHERE p.crash_cap <> excluded.crash_cap;
+    PERFORM register_limits(p_plays, p_max_running, p_max_per_key);
 END
 $$;

@@ -15,7 +15,7 @@ DECLARE
 BEGIN
     UPDATE hosts SET seen_at = v_now WHERE host = p_host;
     RETURN QUERY
-    SELECT seconds_until(next_run_due(p_buckets, NULL), v_now),
+    SELECT seconds_until(next_run_due(p_buckets, NULL, NULL, '{}'), v_now),
            seconds_until(lifecycle_next_due(p_receivers), v_now),
            seconds_until(observability_next_due(p_receivers), v_now),
            seconds_until((SELECT r.due_at FROM runs r WHERE r.status = 'running' ORDER BY r.due_at LIMIT 1), v_now),

@@ -101,5 +101,8 @@ AS $$
               FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid())
       FROM (SELECT count(*) FILTER (WHERE t.status = 'queued') AS queued,
                    count(*) FILTER (WHERE t.status = 'waiting') AS waiting
-              FROM (SELECT status FROM runs WHERE status IN ('queued', 'waiting') LIMIT p_limit) t) o
+              FROM (SELECT status FROM runs WHERE status IN ('queued', 'waiting') AND turn IS NULL
+                     UNION ALL
+                    SELECT status FROM runs WHERE status IN ('queued', 'waiting') AND turn >= 0
+                     LIMIT p_limit) t) o
 $$;

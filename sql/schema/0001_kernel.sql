@@ -23,6 +23,7 @@ CREATE TABLE @schema@.runs (
     crashes           integer     NOT NULL DEFAULT 0,
     priority          smallint    NOT NULL DEFAULT 0,
     lane_skips        smallint    NOT NULL DEFAULT 0,  -- prefixes an operator skipped: the generation of the keys
+    limited           boolean     NOT NULL DEFAULT false,  -- the latest attempt counts against a limit
     lane_pending      boolean     NOT NULL GENERATED ALWAYS AS (acked_seq < last_seq) STORED,
     array_input       boolean     NOT NULL DEFAULT false,  -- input pages are staged: its terminal's delivery retires them
     lane_rank         smallint    NOT NULL GENERATED ALWAYS AS (
@@ -43,6 +44,13 @@ CREATE TABLE @schema@.runs (
     lane_expires_at   timestamptz,
     lane_token        bigint,                -- of the latest delivery turn; stays, as above
     wait_until        timestamptz,
+    turn              bigint      GENERATED ALWAYS AS (  -- whose turn it is when runs queue; NULL: nobody's in particular
+                          CASE WHEN org_id IS NOT NULL OR concurrency_key IS NOT NULL
+                               THEN hashtextextended(coalesce(org_id, ''), 0) & 9223372036854775807 END) STORED,
+    subturn           bigint      GENERATED ALWAYS AS (  -- of the concurrency key, within the turn; without one the last
+                          CASE WHEN concurrency_key IS NOT NULL
+                               THEN hashtextextended(concurrency_key, 0) & 9223372036854775806
+                               WHEN org_id IS NOT NULL THEN 9223372036854775807 END) STORED,
     run_id            text COLLATE "C" NOT NULL PRIMARY KEY,
     status            text        NOT NULL,
     play              text        NOT NULL,
@@ -69,9 +77,23 @@ CREATE TABLE @schema@.runs (
         END)
 ) WITH (fillfactor = 70);
 
--- What a claim seeks: per bucket, by due time.
+-- What a claim seeks: per bucket, by due time. Runs with an organisation or a concurrency key take turns: they have
+-- an index by turn beside one by due time. (Its condition is `turn >= 0`, which no seek by turn implies: the planner
+-- cannot mistake one for the other.)
 CREATE INDEX runs_claim_idx ON @schema@.runs (bucket, due_at)
-    WHERE status IN ('queued', 'waiting');
+    WHERE status IN ('queued', 'waiting') AND turn IS NULL;
+CREATE INDEX runs_due_idx ON @schema@.runs (bucket, due_at)
+    WHERE status IN ('queued', 'waiting') AND turn >= 0;
+CREATE INDEX runs_turn_idx ON @schema@.runs (bucket, turn, subturn, due_at)
+    WHERE status IN ('queued', 'waiting') AND turn IS NOT NULL;
+
+-- What a limit counts: attempts that live, of an organisation, of a concurrency key, of a play that has a limit.
+CREATE INDEX runs_org_idx ON @schema@.runs (org_id)
+    WHERE status = 'running' AND org_id IS NOT NULL;
+CREATE INDEX runs_key_idx ON @schema@.runs (concurrency_key)
+    WHERE status = 'running' AND concurrency_key IS NOT NULL;
+CREATE INDEX runs_limited_idx ON @schema@.runs (play)
+    WHERE status = 'running' AND limited;
 
 -- What lease expiry seeks.
 CREATE INDEX runs_lease_idx ON @schema@.runs (due_at)

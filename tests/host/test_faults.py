@@ -589,18 +589,17 @@ async def test_a_lease_without_a_task_is_handed_back(hosts: Hosts) -> None:
         await until(rt, long.run_id, "running")
         async with hosts.session() as session:
             found, _ = await admission.play_buckets(session, ["naps"], release_id=None, environment=None)
-            buckets = claim.Buckets(tuple(found.values()), tuple(priority for _, priority in found))
-            taken, _ = await claim.claim(
+            answer = await claim.claim(
                 session,
-                buckets,
+                claim.Buckets.of(found),
                 owner=int(rt.host_id),
                 token=new_token(),
                 limit=1,
                 lease_s=30.0,
                 oldest=False,
-                low_water=None,
+                stand=claim.Stand(),
             )
-        assert [one.run_id for one in taken] == [ghost.run_id]
+        assert [one.run_id for one in answer.items] == [ghost.run_id]
         status = await until(rt, ghost.run_id, "queued", within_s=5.0)
         assert (status.attempt, status.crashes) == (1, 0)
         (attempt,) = await rt.attempts(ghost.run_id)

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 
 from sql import claim, control, lanes
-from sql.calls import new_token
 from sql.types import Lane
 from tests.support.callers import open_caller
 from tests.support.invariants import check_invariants
@@ -79,13 +78,10 @@ async def test_a_locked_run_holds_up_nobody(dsn: str, schema: str) -> None:
         await caller.fetch(
             kernel.render("SELECT 1 FROM @schema@.runs WHERE run_id = ANY ($1) FOR UPDATE"), made[:2]
         )
-        taken, next_due_s = await claim.claim(
-            kernel.session, kernel.buckets(), owner=1, token=new_token(), limit=3, lease_s=60.0, oldest=False,
-            low_water=None,
-        )  # fmt: skip
-        assert {item.run_id for item in taken} == set(made[2:])
-        assert next_due_s is not None
-        assert next_due_s <= 0  # somebody is due, only not to be had now
+        answer = await kernel.claim_answer(3)
+        assert {item.run_id for item in answer.items} == set(made[2:])
+        assert answer.next_due_s is not None
+        assert answer.next_due_s <= 0  # somebody is due, only not to be had now
         await caller.rollback()
         assert len(await kernel.claim()) == 2
 
@@ -95,11 +91,7 @@ async def test_the_next_due_time_is_of_the_buckets_served(dsn: str, schema: str)
         await kernel.freeze_clock()
 
         async def next_due(plays: list[str], limit: int = 1) -> float | None:
-            _, seconds = await claim.claim(
-                kernel.session, kernel.buckets(plays), owner=1, token=new_token(), limit=limit, lease_s=60.0,
-                oldest=False, low_water=None,
-            )  # fmt: skip
-            return seconds
+            return (await kernel.claim_answer(limit, plays=plays)).next_due_s
 
         assert await next_due(["alpha"]) is None
         await kernel.submit(delay_s=7.5)
@@ -117,8 +109,8 @@ async def test_the_low_water_mark_skips_what_is_due_before_it(dsn: str, schema: 
         early = await submit_many(kernel, 1)
         late = await submit_many(kernel, 2)
         mark = await kernel.fetchval("SELECT due_at FROM @schema@.runs WHERE run_id = $1", late[0])
-        assert {item.run_id for item in await kernel.claim(low_water=mark)} == set(late)
-        assert await kernel.claim(low_water=mark + timedelta(seconds=1)) == []
+        assert {item.run_id for item in await kernel.claim(stand=claim.Stand(mark))} == set(late)
+        assert await kernel.claim(stand=claim.Stand(mark + timedelta(seconds=1))) == []
         assert {item.run_id for item in await kernel.claim()} == set(early)
 
 

@@ -114,9 +114,10 @@ async def test_facts_are_counted_by_ordinal_whatever_is_repeated(dsn: str, schem
 
 async def test_a_host_that_registers_again_changes_nothing_but_what_it_says(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
-        for caps in ({"alpha": 5, "beta": 5}, {"alpha": 2, "beta": 5}):
+        for cap in (5, 2):
+            plays = {"alpha": admission.PlayRules(cap), "beta": admission.PlayRules(5)}
             await admission.register_host(
-                kernel.session, host=1, name="host-1", pid=1, version="test", crash_caps=caps
+                kernel.session, host=1, name="host-1", pid=1, version="test", plays=plays
             )
         rows = await kernel.fetch("SELECT name, crash_cap FROM @schema@.plays ORDER BY name")
         assert [tuple(row) for row in rows] == [("alpha", 2), ("beta", 5)]

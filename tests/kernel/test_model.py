@@ -220,7 +220,7 @@ class KernelMachine(RuleBasedStateMachine):
         for run in runs:
             assert run in candidates
             for other in left:
-                if run.play == other.play and run.priority == other.priority:
+                if (run.play, run.priority, run.org) == (other.play, other.priority, other.org):
                     assert run.due <= other.due
                 if not oldest:
                     assert run.priority >= other.priority

@@ -8,6 +8,7 @@ and index entries that the call made the server read, in its own transaction.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from sql import (
     facts,
     lanes,
     leases,
+    limits,
     proof,
     rates,
     receipts,
@@ -35,12 +37,13 @@ from sql import (
 from sql.calls import new_token
 from sql.types import Lane
 from tests.support.callers import Caller, open_caller
-from tests.support.kernel import LEASE_S, Kernel, open_kernel, saying
+from tests.support.kernel import LEASE_S, PLAYS, Kernel, open_kernel, saying
 
 pytestmark = pytest.mark.modes
 
 ITEMS = 5
 KEYS = ("a", "b", "c")
+_PLAYS = (*PLAYS, "gamma")
 MOST_ROWS = 1_000  # of what a call of five items reads; a full scan of any table reads 20,000 or more
 CALLS_BEFORE = 7  # past the point where a session stops planning anew
 
@@ -102,6 +105,21 @@ INSERT INTO @schema@.rate_holds (scope, token, cost, run_id, attempt, slot, spen
 SELECT CASE n % 2 WHEN 0 THEN 'api' ELSE 'other' END, -n, 1, 'old-' || lpad(n::text, 6, '0'), 1, t, t,
        CASE n % 2 WHEN 1 THEN t END
   FROM (SELECT n, clock_timestamp() + interval '1 day' AS t FROM generate_series(1, 40000) AS n) AS g;
+"""
+# For a third play: 20,000 runs of one organisation that are due and as many that run, 5,000 of another with 2,500 keys,
+# and 300 organisations with one that is due later.
+_GROW_TURNS = """
+INSERT INTO @schema@.runs (run_id, play, bucket, created_at, lane_due_at, status, due_at, last_seq, acked_seq, attempt,
+        attempt_at, started_at, lease_owner, lease_token, lease_expires_at, org_id, concurrency_key, limited)
+SELECT 'turn-' || lpad(n::text, 6, '0'), 'gamma', $1::bigint, t, t + '1 day', s,
+       CASE WHEN o LIKE 'later%' OR s = 'running' THEN t + '1 day' ELSE t END, 1, 1, (s = 'running')::integer,
+       CASE WHEN s = 'running' THEN t END, CASE WHEN s = 'running' THEN t END, 9, 9,
+       CASE WHEN s = 'running' THEN t + '1 day' END, o, CASE WHEN o = 'keys' THEN 'key-' || n % 2500 END, s = 'running'
+  FROM (SELECT n, clock_timestamp() AS t, CASE WHEN n BETWEEN 20001 AND 40000 THEN 'running' ELSE 'queued' END AS s,
+               CASE WHEN n <= 40000 THEN 'flood' WHEN n <= 45000 THEN 'keys' ELSE 'later-' || n END AS o
+          FROM generate_series(1, 45300) AS n) AS g;
+INSERT INTO @schema@.facts (run_id, lane, seq, type, created_at, payload)
+SELECT run_id, 0, 1, 'run.created', created_at, '{"play": "gamma"}' FROM @schema@.runs WHERE run_id LIKE 'turn-%';
 """
 _READ = """
 SELECT c.relname, pg_stat_get_xact_tuples_returned(c.oid) AS n
@@ -185,6 +203,42 @@ async def _register_array_input(kernel: Kernel, batch: Batch) -> None:
 async def _claim(kernel: Kernel, _: Batch) -> None:
     await kernel.admit([kernel.submission() for _ in range(ITEMS)])
     assert len(await kernel.claim(ITEMS, plays=["alpha"])) == ITEMS
+
+
+async def _claim_gamma(kernel: Kernel, limit: int, *, oldest: bool = False) -> Counter[str | None]:
+    """Who is claimed beside one run each of two small organisations."""
+    await kernel.admit([kernel.submission("gamma", org_id=org) for org in ("a", "b")])
+    stand = claim.Stand()
+    taken: Counter[str | None] = Counter()
+    for _ in range(2):
+        answer = await kernel.claim_answer(limit, plays=["gamma"], oldest=oldest, stand=stand)
+        taken += Counter(item.org_id for item in answer.items)
+        stand = claim.Stand(None, answer.stand.cursors)
+    return taken
+
+
+async def _claim_in_turns(kernel: Kernel, _: Batch) -> None:
+    taken = await _claim_gamma(kernel, ITEMS)
+    assert taken["a"] == taken["b"] == 1
+
+
+async def _claim_oldest_in_turns(kernel: Kernel, _: Batch) -> None:
+    await _claim_gamma(kernel, ITEMS, oldest=True)
+
+
+def _claim_under_limits(oldest: bool) -> Call:
+    async def call(kernel: Kernel, _: Batch) -> None:
+        await limits.set_limit(kernel.session, "org", "flood", 3)
+        taken = await _claim_gamma(kernel, ITEMS, oldest=oldest)
+        assert taken["flood"] <= 3
+
+    return call
+
+
+async def _claim_of_a_full_play(kernel: Kernel, _: Batch) -> None:
+    await kernel.execute("INSERT INTO @schema@.limits (kind, name, max_running) VALUES ('play', 'gamma', 1)")
+    await kernel.admit([kernel.submission("gamma") for _ in range(ITEMS)])
+    assert len(await kernel.claim(ITEMS, plays=["gamma"])) <= 1
 
 
 async def _renew(kernel: Kernel, batch: Batch) -> None:
@@ -362,6 +416,11 @@ CALLS: dict[str, Call] = {
     "register array input": _register_array_input,
     "submit_run": _submit_run,
     "claim": _claim,
+    "claim in turns": _claim_in_turns,
+    "claim in turns, oldest first": _claim_oldest_in_turns,
+    "claim under limits": _claim_under_limits(False),
+    "claim under limits, oldest first": _claim_under_limits(True),
+    "claim of a full play": _claim_of_a_full_play,
     "renew": _renew,
     "renew lost leases": _renew_lost,
     "settle": _settle,
@@ -401,14 +460,15 @@ async def rows_read(caller: Caller, kernel: Kernel, call: Call, batch: Batch) ->
 
 
 async def grow(kernel: Kernel) -> None:
-    for statement in _GROW.split(";")[:-1]:
-        arguments = (kernel.bucket("alpha"), kernel.bucket("beta")) if "$1" in statement else ()
-        await kernel.execute(statement, *arguments)
+    for statements, plays in ((_GROW, ("alpha", "beta")), (_GROW_TURNS, ("gamma",))):
+        for statement in statements.split(";")[:-1]:
+            arguments = [kernel.bucket(play) for play in plays] if "$1" in statement else []
+            await kernel.execute(statement, *arguments)
 
 
 @pytest.mark.parametrize("statistics", ["none", "stale", "stale, planned when tiny"])
 async def test_calls_read_what_they_need(dsn: str, schema: str, statistics: str) -> None:
-    async with open_kernel(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+    async with open_kernel(dsn, schema, plays=_PLAYS) as kernel, open_caller(dsn, schema) as caller:
         for table in _TABLES:
             await kernel.execute(f"ALTER TABLE @schema@.{table} SET (autovacuum_enabled = off)")
         batch = await prepare_batch(kernel)
@@ -432,7 +492,7 @@ async def test_calls_read_what_they_need(dsn: str, schema: str, statistics: str)
 
 
 async def test_a_full_scan_would_be_seen(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+    async with open_kernel(dsn, schema, plays=_PLAYS) as kernel, open_caller(dsn, schema) as caller:
         batch = await prepare_batch(kernel)
         await grow(kernel)
 

@@ -77,8 +77,7 @@ class Kernel:
 
     def buckets(self, plays: Sequence[str] = PLAYS) -> claims.Buckets:
         """Every bucket of some plays, without release and environment."""
-        mine = [(bucket, priority) for (play, priority), bucket in self.served.items() if play in plays]
-        return claims.Buckets(tuple(bucket for bucket, _ in mine), tuple(priority for _, priority in mine))
+        return claims.Buckets.of({key: bucket for key, bucket in self.served.items() if key[0] in plays})
 
     def submission(self, play: str = "alpha", *, input: Any = None, **fields: Any) -> admission.Submission:
         """One item for ``admit``; a run id that the test gives counts as the caller's own."""
@@ -110,9 +109,25 @@ class Kernel:
         token: int | None = None,
         lease_s: float = LEASE_S,
         oldest: bool = False,
-        low_water: Any = None,
+        stand: claims.Stand | None = None,
     ) -> list[claims.Claimed]:
-        claimed, _ = await claims.claim(
+        answer = await self.claim_answer(
+            limit, plays=plays, token=token, lease_s=lease_s, oldest=oldest, stand=stand
+        )
+        return answer.items
+
+    async def claim_answer(
+        self,
+        limit: int = 100,
+        *,
+        plays: Sequence[str] = PLAYS,
+        token: int | None = None,
+        lease_s: float = LEASE_S,
+        oldest: bool = False,
+        stand: claims.Stand | None = None,
+    ) -> claims.Claims:
+        """The whole answer of a claim. ``stand``: of the one before; None begins anew."""
+        return await claims.claim(
             self.session,
             self.buckets(plays),
             owner=self.owner,
@@ -120,9 +135,8 @@ class Kernel:
             limit=limit,
             lease_s=lease_s,
             oldest=oldest,
-            low_water=low_water,
+            stand=stand or claims.Stand(),
         )
-        return claimed
 
     async def started(self, play: str = "alpha", **fields: Any) -> claims.Claimed:
         """A new run with a live attempt of this host."""
@@ -294,7 +308,7 @@ async def prepare(session: Session, *, plays: Sequence[str] = PLAYS, owner: int 
         name=f"host-{owner}",
         pid=owner,
         version="test",
-        crash_caps=dict.fromkeys(plays, 5),
+        plays={play: admission.PlayRules(5) for play in plays},
     )
     served, _ = await admission.play_buckets(session, plays, release_id=None, environment=None)
     return Kernel(session, owner, served)

@@ -1,0 +1,143 @@
+-- limits: how many attempts of a play, of an organisation or of a concurrency key may run at once, on all hosts.
+--
+-- What runs is counted, over indexes of running runs, and the count holds until the claim commits because the claim
+-- has the limit's lock: an advisory lock that is only ever tried, before any run's row is locked. Whoever does not get
+-- it leaves that limit's runs to whoever has it. The end of an attempt takes no lock and changes no count.
+
+-- The advisory lock of a limit.
+CREATE OR REPLACE FUNCTION @schema@.limit_lock(p_kind text, p_name text) RETURNS bigint
+LANGUAGE sql STABLE PARALLEL SAFE
+AS $$ SELECT hashtextextended(concat_ws(E'\x1f', '@schema@', p_kind, p_name), 3) $$;
+
+-- How many more attempts a limit leaves room for, at most p_most; p_most where there is no limit, zero or less where it
+-- is full. PL/pgSQL, because its plans are kept.
+CREATE OR REPLACE FUNCTION @schema@.play_room(p_play text, p_most integer) RETURNS integer
+LANGUAGE plpgsql STABLE
+@seek@
+AS $$
+DECLARE
+    v_limit CONSTANT integer := (SELECT max_running FROM limits WHERE kind = 'play' AND name = p_play);
+BEGIN
+    IF v_limit IS NULL THEN
+        RETURN p_most;
+    END IF;
+    RETURN least(p_most, v_limit - (SELECT count(*) FROM (
+               SELECT 1 FROM runs r WHERE r.play = p_play AND r.status = 'running' AND r.limited LIMIT v_limit) t));
+END
+$$;
+
+CREATE OR REPLACE FUNCTION @schema@.org_room(p_org text, p_most integer) RETURNS integer
+LANGUAGE plpgsql STABLE
+AS $$
+DECLARE
+    v_limit CONSTANT integer := (SELECT max_running FROM limits WHERE kind = 'org' AND name = p_org);
+BEGIN
+    IF v_limit IS NULL THEN
+        RETURN p_most;
+    END IF;
+    RETURN least(p_most, v_limit - (SELECT count(*) FROM (
+               SELECT 1 FROM runs r WHERE r.org_id = p_org AND r.status = 'running' LIMIT v_limit) t));
+END
+$$;
+
+-- A key without a limit of its own play runs one at a time.
+CREATE OR REPLACE FUNCTION @schema@.key_room(p_play text, p_key text, p_most integer) RETURNS integer
+LANGUAGE plpgsql STABLE
+AS $$
+DECLARE
+    v_limit CONSTANT integer := coalesce((SELECT max_running FROM limits WHERE kind = 'key' AND name = p_play), 1);
+BEGIN
+    RETURN least(p_most, v_limit - (SELECT count(*) FROM (
+               SELECT 1 FROM runs r
+                WHERE r.concurrency_key = p_key AND r.play = p_play AND r.status = 'running' LIMIT v_limit) t));
+END
+$$;
+
+-- Sets the limits that plays bring with them, and lifts those that they no longer have. What already runs of a play
+-- that had no limit before is counted from now on; an attempt that is being claimed at this very moment is not.
+CREATE OR REPLACE FUNCTION @schema@.register_limits(p_plays text[], p_max_running integer[], p_max_per_key integer[])
+RETURNS void
+LANGUAGE plpgsql
+@seek@
+AS $$
+DECLARE
+    v_fresh text[];
+BEGIN
+    -- Ordered, so that two hosts that start at once cannot deadlock; what stands as it should is not touched.
+    WITH wanted AS (
+        SELECT k.kind, i.name, k.max_running
+          FROM unnest(p_plays, p_max_running, p_max_per_key) AS i (name, max_running, max_per_key)
+         CROSS JOIN LATERAL (VALUES ('play', i.max_running), ('key', i.max_per_key)) AS k (kind, max_running)
+    ), lifted AS (
+        DELETE FROM limits l USING (
+            SELECT s.kind, s.name FROM wanted w
+              JOIN limits s ON s.kind = w.kind AND s.name = ANY (ARRAY[w.name])
+             WHERE w.max_running IS NULL ORDER BY s.kind, s.name FOR UPDATE OF s) gone
+         WHERE l.kind = gone.kind AND l.name = ANY (ARRAY[gone.name])
+    ), made AS (
+        INSERT INTO limits AS l (kind, name, max_running)
+        SELECT kind, name, max_running FROM wanted WHERE max_running IS NOT NULL ORDER BY kind, name
+        ON CONFLICT (kind, name) DO UPDATE SET max_running = excluded.max_running
+         WHERE l.max_running <> excluded.max_running
+        RETURNING l.kind, l.name, (xmax = 0) AS fresh
+    )
+    SELECT array_agg(name) INTO v_fresh FROM made WHERE fresh AND kind = 'play';
+
+    IF v_fresh IS NOT NULL THEN
+        UPDATE runs r SET limited = true
+          FROM (SELECT s.run_id FROM runs s
+                 WHERE s.status = 'running' AND s.due_at > '-infinity' AND s.play = ANY (v_fresh) AND NOT s.limited
+                   FOR NO KEY UPDATE SKIP LOCKED) t
+         WHERE r.run_id = ANY (ARRAY[t.run_id]) AND r.status = 'running';
+    END IF;
+END
+$$;
+
+-- An operator's verb, and the public SQL door: how many runs of an organisation may run at once.
+--
+--   SELECT runlane.set_limit('org', 'acme', 10);
+--
+-- NULL lifts the limit, 0 holds everything back. A lower limit ends nothing that runs. (The limits of plays and keys
+-- are options of the play, set by its hosts when they start.) True if that changed anything.
+CREATE OR REPLACE FUNCTION @schema@.set_limit(p_kind text, p_name text, p_max_running integer) RETURNS boolean
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+BEGIN
+    IF p_kind IS DISTINCT FROM 'org' THEN
+        PERFORM refuse('kind', 'must be ''org''; limits of plays and keys are options of the play');
+    ELSIF coalesce(length(p_name), 0) NOT BETWEEN 1 AND 255 THEN
+        PERFORM refuse('name', 'must be a string of 1 to 255 characters');
+    ELSIF p_max_running NOT BETWEEN 0 AND 1000000 THEN
+        PERFORM refuse('max_running', 'must be from 0 to 1000000, or null for no limit');
+    END IF;
+    IF p_max_running IS NULL THEN
+        DELETE FROM limits WHERE kind = p_kind AND name = p_name;
+    ELSE
+        INSERT INTO limits AS l (kind, name, max_running) VALUES (p_kind, p_name, p_max_running)
+        ON CONFLICT (kind, name) DO UPDATE SET max_running = excluded.max_running
+         WHERE l.max_running <> excluded.max_running;
+    END IF;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    PERFORM pg_notify(channel('runs'), '');
+    RETURN true;
+END
+$$;
+
+-- One page of limits in the order of kind and name, with what runs under each now; NULL for a limit per key.
+CREATE OR REPLACE FUNCTION @schema@.read_limits(p_limit integer, p_after_kind text, p_after_name text)
+RETURNS TABLE (kind text, name text, max_running integer, running integer)
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT l.kind, l.name, l.max_running,
+           CASE l.kind
+               WHEN 'play' THEN (SELECT count(*) FROM runs r WHERE r.play = l.name AND r.status = 'running' AND r.limited)
+               WHEN 'org' THEN (SELECT count(*) FROM runs r WHERE r.org_id = l.name AND r.status = 'running')
+           END::integer
+      FROM limits l
+     WHERE (l.kind, l.name) > (p_after_kind, p_after_name)
+     ORDER BY l.kind, l.name LIMIT p_limit
+$$;
