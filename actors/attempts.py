@@ -57,6 +57,8 @@ class Attempt:
     queued: bool = False
     """Whether the facts actor has it already."""
     holds_slot: bool = True
+    thread_calls: set[trio.CancelScope] = attrs.field(factory=set)
+    """What the play's thread waits for at this moment: in tasks of their own, outside of ``scope``."""
 
     @property
     def run_id(self) -> str:
@@ -80,6 +82,8 @@ class Attempt:
         if self.why is None:
             self.why = why
         self.scope.cancel()
+        for scope in self.thread_calls:
+            scope.cancel()
 
     def say(self, lane: int, type_: str, payload: str, *, replaces: bool = False) -> bool:
         """Remember a fact to store; with ``replaces`` the latest waiting one of that type is overwritten.

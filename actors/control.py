@@ -1,7 +1,7 @@
-"""Control: requests to cancel runs, and the sweep of recorded ones.
+"""Control: requests to cancel runs and events for them, and the sweep of recorded cancellations.
 
-Owns when a cancellation is tried, recorded and carried out. It never waits for a locked row longer than its short
-patience: then the request is recorded and the sweep carries it out.
+Owns when a cancellation is tried, recorded and carried out, and when events are sent. It never waits for a locked row
+longer than its short patience: then the request is recorded and the sweep carries it out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from actors.attempts import Attempts, Why
 from actors.core import Backoff, Life, Mailbox, Reply, commit_in_groups
 from actors.hints import Hints
 from sql import control as door
+from sql import events
 from sql.connection import Session, SessionOptions
-from sql.errors import ItemFault
+from sql.errors import ItemFault, LockTimedOut
 
 log = logging.getLogger("runlane.control")
 
@@ -34,13 +35,22 @@ class CancelRequest:
     reply: Reply[door.Cancelled] = attrs.field(factory=Reply)
 
 
+@attrs.define(slots=True, eq=False)
+class EventRequest:
+    """An event to send and where its answer goes. ``deadline`` is on the trio clock: past it nobody waits."""
+
+    item: events.Sending
+    deadline: float
+    reply: Reply[str] = attrs.field(factory=Reply)
+
+
 class Control:
-    """Requests arrive in ``mailbox``; the hint ``control`` says that some are recorded in the database."""
+    """Requests arrive in ``mailbox``; the hint ``control`` says that cancellations are recorded in the database."""
 
     def __init__(
         self,
         options: SessionOptions,
-        mailbox: Mailbox[CancelRequest],
+        mailbox: Mailbox[CancelRequest | EventRequest],
         attempts: Attempts,
         hints: Hints,
         *,
@@ -55,16 +65,30 @@ class Control:
     async def run(self, life: Life) -> None:
         """Cancel and sweep until the mailbox ends."""
         backoff = Backoff(first_s=0.005, max_s=1.0)
+        held = Backoff(first_s=0.005, max_s=0.25)
+        busy: list[EventRequest] = []
         async with life.session(self._options) as session:
             life.ready()
             sweep_at: float | None = None
+            send_at: float | None = None
             while True:
-                await self._mailbox.wake.wait(sweep_at)
+                times = [at for at in (sweep_at, send_at) if at is not None]
+                await self._mailbox.wake.wait(min(times, default=None))
                 life.beat()
                 requests = self._mailbox.take_nowait(_BATCH)
                 await commit_in_groups(
-                    requests, lambda items: self._cancel(session, items), fail=self._refuse
+                    [request for request in requests if isinstance(request, CancelRequest)],
+                    lambda items: self._cancel(session, items),
+                    fail=self._refuse,
                 )
+                sending = busy + [request for request in requests if isinstance(request, EventRequest)]
+                busy.clear()
+                await commit_in_groups(
+                    sending, lambda items: self._send(session, items, busy), fail=self._refuse
+                )
+                if not busy:
+                    held.reset()
+                send_at = trio.current_time() + held.next() if busy else None
                 if len(self._mailbox):
                     self._mailbox.wake.set()
                 elif self._mailbox.closed:
@@ -94,6 +118,24 @@ class Control:
             if busy:
                 await trio.sleep(backoff.next())
 
+    async def _send(
+        self, session: Session, requests: Sequence[EventRequest], busy: list[EventRequest]
+    ) -> None:
+        answers = await events.send(session, [request.item for request in requests])
+        for request, answer in zip(requests, answers, strict=True):
+            if answer == "busy" and request.deadline > trio.current_time():
+                busy.append(request)
+                continue
+            self._mailbox.done([request])
+            if answer == "busy":
+                request.reply.set_error(
+                    LockTimedOut(f"event id {request.item.event_id!r} is held by a transaction that is open")
+                )
+            else:
+                request.reply.set_result(answer)
+        if {"delivered", "kept"} & set(answers):
+            self._hints.everywhere(["wakes"])
+
     def _answered(self, request: CancelRequest, answer: door.Cancelled) -> None:
         self._mailbox.done([request])
         request.reply.set_result(answer)
@@ -111,7 +153,7 @@ class Control:
             self._hints.everywhere(["terminals"] if answer.owner is None else ["runs", "terminals"])
             self._hints.lanes.set()
 
-    def _refuse(self, request: CancelRequest, fault: ItemFault) -> None:
+    def _refuse(self, request: CancelRequest | EventRequest, fault: ItemFault) -> None:
         self._mailbox.done([request])
         request.reply.set_error(fault)
 

@@ -16,7 +16,8 @@ class Hints:
 
     ``here`` wakes this host for one of the kinds that hosts tell each other: ``runs`` (something to claim), ``lanes``
     (something to deliver), ``terminals`` (a run has ended), ``control`` (a cancellation), ``schedules`` (one was
-    changed), ``rates`` (a slot of a rate scope). ``elsewhere`` collects what the listener sends to the others.
+    changed), ``rates`` (a slot of a rate scope), ``wakes`` (an event, or a child's end). ``elsewhere`` collects what
+    the listener sends to the others.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,9 @@ class Hints:
 
         self.wake_rates = WakeFlag()
         self.rates = WakeFlag(forward=self.wake_rates)  # a slot of a rate scope may have become free
+
+        self.wake_waits = WakeFlag()
+        self.wakes = WakeFlag(forward=self.wake_waits)  # somebody has something for a run that waits
 
         self.timers = WakeFlag()
         self.to_send = WakeFlag()

@@ -118,6 +118,8 @@ class Listener:
             hints.schedules.set()
         if seen.cancellations:
             hints.control.set()
+        if seen.wakes:
+            hints.wakes.set()
         hints.terminals.set()
 
 

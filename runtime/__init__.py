@@ -45,12 +45,24 @@ from sql.errors import (  # noqa: E402
     RunNotFound,
     ScheduleNotFound,
     UnknownPlay,
+    WaitTimedOut,
 )
 from sql.limits import Limit  # noqa: E402
 from sql.schedules import Fire, ScheduleStatus  # noqa: E402
-from sql.types import CancelOutcome, Delivery, Fact, Lane, RunStatus  # noqa: E402
+from sql.types import (  # noqa: E402
+    Approval,
+    CancelOutcome,
+    Delivery,
+    Event,
+    EventOutcome,
+    Fact,
+    Lane,
+    RunStatus,
+    WaitRecord,
+)
 
 __all__ = [
+    "Approval",
     "CancelOutcome",
     "CapacityUnavailable",
     "Client",
@@ -61,6 +73,8 @@ __all__ = [
     "Delivery",
     "DependencyUnavailable",
     "DuplicateRun",
+    "Event",
+    "EventOutcome",
     "Fact",
     "Fatal",
     "Fire",
@@ -101,5 +115,7 @@ __all__ = [
     "SyncClient",
     "SyncContext",
     "UnknownPlay",
+    "WaitRecord",
+    "WaitTimedOut",
     "play",
 ]

@@ -32,22 +32,24 @@ from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
-from sql import facts, limits, rates, status
+from sql import events, facts, limits, rates, status
 from sql.control import Cancellation
 from sql.errors import (
     HostFailed,
     HostStopping,
+    IdempotencyConflict,
     InputRefused,
     OutcomeUnknown,
     ResultTimeout,
     RunlaneError,
     RunNotFound,
 )
+from sql.events import Sending
 from sql.limits import Limit
 from sql.rates import RateScope
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
-from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Fact, RunStatus
+from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Event, EventOutcome, Fact, RunStatus
 
 if TYPE_CHECKING:
     from runtime.thread import RuntimeThread
@@ -248,6 +250,37 @@ class Verbs:
         if answer == "missing":
             raise RunNotFound(run_id)
         return CancelOutcome(answer == "cancelled", answer.removesuffix("_before"))
+
+    async def send_event(
+        self, run_id: str, name: str, payload: Any = None, *, event_id: str | None = None
+    ) -> EventOutcome:
+        """Send an event to a run, durably, for its ``wait_event`` or ``wait_approval`` of that name.
+
+        It is kept if it comes before the wait. ``event_id`` makes the call safe to repeat: an event with the same id,
+        name and payload counts once per run. Raises InputRefused (PayloadRefused) naming the field, RunNotFound, or
+        IdempotencyConflict when the id was used for another event.
+        """
+        ids.check_run_id(run_id)
+        name = ids.check_event_name(name)
+        own_id = ids.check_event_id(event_id)
+        text = self._link.submissions.payload(payload)
+        item = Sending(run_id, name, text, own_id or uuid.uuid4().hex, own_id is not None)
+        answer = await self._link.send(item)
+        if answer == "missing":
+            raise RunNotFound(run_id)
+        if answer == "conflict":
+            raise IdempotencyConflict(
+                f"event id {event_id!r} was used for another event of run {run_id!r}", run_id
+            )
+        return EventOutcome(answer != "ended", answer, item.event_id)
+
+    async def events(self, run_id: str) -> list[Event]:
+        """Everything that was sent to a run, in the order of arrival. Raises RunNotFound."""
+        ids.check_run_id(run_id)
+        found: list[Event] = await self._ask(lambda session: events.read(session, run_id))
+        if not found:
+            await self.status(run_id)
+        return found
 
     # --- schedules -----------------------------------------------------------------------------------
 

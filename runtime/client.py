@@ -24,12 +24,13 @@ from runtime.host import session_options
 from runtime.link import ActorLink
 from runtime.submit import Submissions, buckets_from
 from runtime.sync import SyncVerbs
-from sql import admission, control, deployment, due, status
+from sql import admission, control, deployment, due, events, status
 from sql.admission import Admitted, Submission
 from sql.calls import channel
 from sql.connection import Session
 from sql.control import Cancellation, Cancelled
 from sql.errors import ItemFault, LockTimedOut, OutcomeUnknown
+from sql.events import Sending
 from sql.plain import Line
 from sql.status import Terminal
 
@@ -204,6 +205,26 @@ class _LineLink:
             if answer.answer != "busy":
                 return answer
             await self.line.sleep(_FIRST_PAUSE_S)
+
+    async def send(self, item: Sending) -> str:
+        """As ``Link.send``."""
+        deadline = time.monotonic() + self.config.operation_timeout_s
+        pause_s = _FIRST_PAUSE_S
+
+        async def send(session: Session) -> str:
+            (answer,) = await events.send(session, [item])
+            if self.config.notify and answer in ("delivered", "kept"):
+                await due.notify(session, ["wakes"])
+            return answer
+
+        while True:
+            answer = await self.line.ask(send, timeout_s=deadline - time.monotonic())
+            if answer != "busy":
+                return answer
+            if time.monotonic() + pause_s >= deadline:
+                raise LockTimedOut(f"event id {item.event_id!r} is held by a transaction that is open")
+            await self.line.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def change(self, make: Callable[[Session], Awaitable[T | None]]) -> T:
         """As ``Link.change``."""

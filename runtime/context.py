@@ -1,7 +1,7 @@
 """The context: what a play may ask of runlane while it runs.
 
-Owns durable sleeps, log lines and progress as a play sees them. It never writes to the database itself: waits end the
-attempt through its scope, and what is said travels with the facts actor.
+Owns durable waits, log lines and progress as a play sees them, and the keys of what it asks. It never writes to the
+database itself: waits go to ``parking``, and what is said travels with the facts actor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -18,31 +20,42 @@ import trio
 from actors.attempts import Attempt, Why
 from actors.core import Mailbox
 from actors.rates import Acquire, Release
-from runtime import rates
+from actors.waits import Stand
+from runtime import ids, rates
 from runtime.codec import JsonCodec, preview, scrub
+from runtime.parking import Parking
 from runtime.rates import Permit, SyncPermit
-from sql.errors import InputRefused, RunCancelled
-from sql.types import Lane
+from sql.errors import InputRefused, RunCancelled, WaitTimedOut
+from sql.types import Approval, Lane
+from sql.waits import Wait, WaitState
 
 _LOG_BYTES = 65_536
-_MAX_SLEEP_S = 315_576_000.0
+_MAX_WAIT_S = 315_576_000.0
 _MAX_KEY = 255
 _MAX_NUMBER = sys.float_info.max
-# Tasks that were started beside a wait come to their own waits first, so that all of them count from now.
-_TURNS_FOR_SIBLINGS = 3
+
+T = TypeVar("T")
 
 
 Register = Callable[[Attempt], Awaitable[str]]
 """Registers an attempt's intent to stage array input: ``done``, ``lost`` or ``no_receiver``."""
 
 
-@attrs.define(slots=True)
-class Wait:
-    """A durable wait that an attempt stands at."""
+@attrs.frozen
+class Doors:
+    """What contexts need of their host's actors.
 
-    key: str
-    kind: str
-    delay_s: float
+    ``register`` registers an intent to stage array input. ``rates`` takes requests for slots of rate scopes.
+
+    ``say(attempt)`` hands over an attempt with something to say. ``hold(attempt, wait)`` holds a wait in memory.
+    ``payload(run_id, key)`` reads what a wait was given, where it was too large to come along.
+    """
+
+    say: Callable[[Attempt], None]
+    register: Register
+    rates: Mailbox[Acquire | Release]
+    hold: Callable[[Attempt, Wait], Stand]
+    payload: Callable[[str, str], Awaitable[str | None]]
 
 
 class Context:
@@ -55,10 +68,8 @@ class Context:
         self,
         attempt: Attempt,
         codec: JsonCodec,
+        doors: Doors,
         *,
-        say: Callable[[Attempt], None],
-        register: Register,
-        rates_box: Mailbox[Acquire | Release],
         park_after_s: float,
         max_depth: int,
     ) -> None:
@@ -66,17 +77,15 @@ class Context:
         self.attempt = attempt.attempt
         self.failures = attempt.claimed.failures
         self.org_id = attempt.claimed.org_id
+        self.parking = Parking(attempt, doors.hold, park_after_s=park_after_s)
         self._attempt = attempt
         self._codec = codec
-        self._say = say
-        self._register = register
-        self._rates = rates_box
+        self._doors = doors
         self._park_after_s = park_after_s
         self._max_depth = max_depth
         self._task: trio.lowlevel.Task | None = None
         self._ordinal = 0
         self._keys: set[str] = set()
-        self.waits: dict[str, Wait] = {}
 
     def __repr__(self) -> str:
         return f"<Context run={self.run_id} attempt={self.attempt}>"
@@ -87,42 +96,115 @@ class Context:
         labels: dict[str, str] = json.loads(self._attempt.claimed.labels or "{}")
         return labels
 
+    # --- waits ---------------------------------------------------------------------------------------
+    #
+    # A long wait parks the run, which frees its slot and survives every restart. The play is then run again from its
+    # beginning by whichever host is free, and passes this line at once, with what it got the first time.
+    #
+    # `key` names the wait, unique within the run. Without one, waits are numbered in the order in which the play comes
+    # to them, which is only possible outside of nested nurseries.
+
     async def sleep(self, seconds: float, *, key: str | None = None) -> None:
-        """Sleep durably: a long sleep parks the run, which frees its slot and survives every restart.
+        """Sleep durably. A sleep up to the host's ``park_after_s`` stays in memory, a longer one parks the run.
 
-        The play is then run again from its beginning by whichever host is free, and passes this line at once. A sleep
-        up to the host's ``park_after_s`` stays in memory. Its length counts on the database clock from the first time
-        the run came here.
-
-        ``key`` names the wait, unique within the run. Without one, waits are numbered in the order in which the play
-        comes to them, which is only possible outside of nested nurseries.
+        Its length counts on the database clock from the first time the run came here.
         """
-        if not await self._passed(seconds, key):
-            # Unwound by cancellation: no `except Exception` of the play can swallow it, every `finally` runs.
-            await trio.sleep_forever()
-
-    async def _passed(self, seconds: Any, key: Any) -> bool:
-        """Whether the wait is over; False when the attempt has been told to park."""
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise InputRefused("seconds", f"must be a number, not {type(seconds).__name__}")
-        if not 0 <= seconds <= _MAX_SLEEP_S:
-            raise InputRefused(
-                "seconds", f"must be from 0 to {_MAX_SLEEP_S:.0f} (10 years), not {preview(seconds)}"
-            )
+        seconds = _checked_seconds("seconds", seconds)
         self._check_live()
         key = self._wait_key(key)
-        left = self._attempt.claimed.waits.get(key, seconds)
-        if left is None:
+        if key not in self._attempt.claimed.waits and seconds <= self._park_after_s:
+            with self.parking.calling():
+                await trio.sleep(seconds)
+            self.parking.returned(self._who())
+            return
+        await self._wait(Wait(key, "sleep", delay_s=seconds), at_once=True)
+
+    async def sleep_until(self, moment: datetime, *, key: str | None = None) -> None:
+        """Sleep durably until a moment of the database clock; one in the past passes at once.
+
+        ``moment`` must be timezone-aware.
+        """
+        moment = _checked_moment(moment)
+        self._check_live()
+        key = self._wait_key(key)
+        # By this host's clock, which only decides whether to hold it in memory first.
+        is_long = (moment - datetime.now(UTC)).total_seconds() > self._park_after_s
+        await self._wait(Wait(key, "sleep", until=moment), at_once=is_long)
+
+    async def wait_event(self, name: str, *, timeout: float | None = None, key: str | None = None) -> Any:  # noqa: ASYNC109 - part of the pinned API
+        """Wait for an event that somebody sends to this run with ``send_event``, and return its payload.
+
+        Events are kept: one that was sent before is taken at once. Each goes to one wait, in the order of arrival per
+        name. Raises WaitTimedOut when none has come within ``timeout`` seconds from the first time the run came here;
+        then so it does each time the run comes here again.
+        """
+        wait = self._event_wait("event", name, timeout, key)
+        state = await self._wait(wait)
+        return self._decoded(await self._payload(wait, state, f"event {name!r}"), f"event {name!r}")
+
+    async def wait_approval(
+        self,
+        name: str = "approval",
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - part of the pinned API
+        key: str | None = None,
+    ) -> Approval:
+        """Wait until somebody says yes or no, and return what they said.
+
+        Whoever decides sends an event of that name whose payload has ``"approved": true`` or ``false``, and ``"by"``
+        and ``"comment"`` if they like; other events of that name are left alone. Raises WaitTimedOut as ``wait_event``.
+        """
+        wait = self._event_wait("approval", name, timeout, key)
+        state = await self._wait(wait)
+        given = self._decoded(await self._payload(wait, state, f"approval {name!r}"), f"approval {name!r}")
+        by, comment = given.get("by"), given.get("comment")
+        return Approval(
+            given["approved"],
+            by if isinstance(by, str) else None,
+            comment if isinstance(comment, str) else None,
+            given,
+        )
+
+    def _event_wait(self, kind: str, name: Any, timeout: Any, key: Any) -> Wait:
+        name = ids.check_event_name(name)
+        delay_s = None if timeout is None else _checked_seconds("timeout", timeout)
+        self._check_live()
+        return Wait(self._wait_key(key), kind, name, delay_s)
+
+    async def _wait(self, wait: Wait, *, at_once: bool = False) -> WaitState:
+        """Stand at a wait until it is over. Unwound by cancellation when the run parks."""
+        known = self._attempt.claimed.waits.get(wait.key)
+        if known is not None and (known.kind, known.name) != (wait.kind, wait.name):
+            raise InputRefused(
+                "key",
+                f"{wait.key!r} is a wait for {_named(known.kind, known.name)} in this run, not for "
+                f"{_named(wait.kind, wait.name)}: the play asks in another order than before, so give its waits keys",
+            )
+        if known is not None and known.done:
             await trio.lowlevel.checkpoint()
-            return True
-        if key not in self._attempt.claimed.waits and left <= self._park_after_s:
-            await trio.sleep(left)
-            return True
-        self.waits[key] = Wait(key, "sleep", float(seconds))
-        for _ in range(_TURNS_FOR_SIBLINGS):
-            await trio.lowlevel.checkpoint()
-        self._attempt.stop(Why.PARKED)
-        return False
+            self.parking.returned(self._who())
+            return known
+        return await self.parking.stand(wait, task=self._who(), at_once=at_once or known is not None)
+
+    async def _payload(self, wait: Wait, state: WaitState, what: str) -> str:
+        """What a wait was given, as JSON text."""
+        text = state.payload
+        if state.stored:
+            with self.parking.calling():
+                text = await self._doors.payload(self.run_id, wait.key)
+        if text is None:
+            raise WaitTimedOut(what, wait.key)
+        return text
+
+    def _decoded(self, text: str, what: str) -> Any:
+        return self._codec.decode(text, what=what)
+
+    def _who(self) -> object:
+        """The task that calls; None for the play's own, or its thread."""
+        task = trio.lowlevel.current_task()
+        return None if task is self._task else task
+
+    # --- what it says --------------------------------------------------------------------------------
 
     def log(self, message: str, **fields: Any) -> None:
         """Say something about the run: a fact of its observability lane, stored within the host's ``flush_ms``.
@@ -131,7 +213,7 @@ class Context:
         """
         self._check_live()
         if self._attempt.say(Lane.OBSERVABILITY, "run.log", self._log_record(message, fields)):
-            self._say(self._attempt)
+            self._doors.say(self._attempt)
 
     def _log_record(self, message: Any, fields: dict[str, Any]) -> str:
         """The JSON text of a log line. The message stays readable whatever becomes of the fields."""
@@ -157,7 +239,7 @@ class Context:
         nothing may be staged then.
         """
         self._check_live()
-        answer = await self._register(self._attempt)
+        answer = await self._doors.register(self._attempt)
         if answer == "no_receiver":
             raise InputRefused(
                 "array_input_receiver", "the run was submitted without one, so nobody could retire its pages"
@@ -176,7 +258,7 @@ class Context:
                 raise InputRefused(name, f"must be a finite number, not {preview(value)}")
         record = {"done": done, "total": total, "attempt": self.attempt}
         self._attempt.say(Lane.LIFECYCLE, "run.progress", json.dumps(record), replaces=True)
-        self._say(self._attempt)
+        self._doors.say(self._attempt)
 
     # --- what hosts share ------------------------------------------------------------------------------
 
@@ -195,13 +277,31 @@ class Context:
         charge. Time spent waiting counts as running time. Tell a provider's refusal to ``permit.retry_after(seconds)``.
         """
         self._check_live()
-        return rates.permit(self._rates, self._attempt, name, cost, timeout)
+        return rates.permit(
+            self._doors.rates, self._attempt, name, cost, timeout, pending=self.parking.calling
+        )
 
-    # --- waits ---------------------------------------------------------------------------------------
+    # --- keys ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Remember the play's own task, outside of which waits need keys."""
         self._task = trio.lowlevel.current_task()
+
+    async def call_of_thread(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call for the play's thread, which ends it when the attempt is told to stop.
+
+        Calls of a thread that may be abandoned run in a task of their own, outside of the attempt's scope.
+        """
+        self.begin()
+        with trio.CancelScope() as scope:
+            self._attempt.thread_calls.add(scope)
+            try:
+                return await call()
+            finally:
+                self._attempt.thread_calls.discard(scope)
+        if self._attempt.why is Why.PARKED:
+            raise Unwind
+        raise RunCancelled(self.run_id)
 
     def _wait_key(self, key: Any) -> str:
         if key is None:
@@ -237,7 +337,7 @@ class Unwind(BaseException):
 
 
 class SyncContext:
-    """The same for a play that is a plain ``def`` and runs in a thread; ``sleep`` blocks the thread."""
+    """The same for a play that is a plain ``def`` and runs in a thread; its waits block the thread."""
 
     def __init__(self, context: Context) -> None:
         self.run_id = context.run_id
@@ -256,12 +356,24 @@ class SyncContext:
 
     def sleep(self, seconds: float, *, key: str | None = None) -> None:
         """As ``Context.sleep``."""
-        if not trio.from_thread.run(self._passed, seconds, key):
-            raise Unwind
+        self._ask(partial(self._context.sleep, seconds, key=key))
 
-    async def _passed(self, seconds: float, key: str | None) -> bool:
-        self._context.begin()  # calls from a thread that may be abandoned run in a task of their own
-        return await self._context._passed(seconds, key)
+    def sleep_until(self, moment: datetime, *, key: str | None = None) -> None:
+        """As ``Context.sleep_until``."""
+        self._ask(partial(self._context.sleep_until, moment, key=key))
+
+    def wait_event(self, name: str, *, timeout: float | None = None, key: str | None = None) -> Any:
+        """As ``Context.wait_event``."""
+        return self._ask(partial(self._context.wait_event, name, timeout=timeout, key=key))
+
+    def wait_approval(
+        self, name: str = "approval", *, timeout: float | None = None, key: str | None = None
+    ) -> Approval:
+        """As ``Context.wait_approval``."""
+        return self._ask(partial(self._context.wait_approval, name, timeout=timeout, key=key))
+
+    def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        return trio.from_thread.run(self._context.call_of_thread, call)
 
     def log(self, message: str, **fields: Any) -> None:
         """As ``Context.log``."""
@@ -285,4 +397,29 @@ class SyncContext:
     async def _granted(self, name: str, cost: float, timeout: float | None) -> Permit:  # noqa: ASYNC109
         context = self._context
         context._check_live()
-        return await rates.acquire(context._rates, context._attempt, name, cost, timeout)
+        return await rates.acquire(
+            context._doors.rates, context._attempt, name, cost, timeout, pending=context.parking.calling
+        )
+
+
+def _checked_seconds(field: str, seconds: Any) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise InputRefused(field, f"must be a number, not {type(seconds).__name__}")
+    if not 0 <= seconds <= _MAX_WAIT_S:
+        raise InputRefused(field, f"must be from 0 to {_MAX_WAIT_S:.0f} (10 years), not {preview(seconds)}")
+    return float(seconds)
+
+
+def _checked_moment(moment: Any) -> datetime:
+    if not isinstance(moment, datetime):
+        raise InputRefused("moment", f"must be a datetime, not {type(moment).__name__}")
+    if moment.tzinfo is None or moment.utcoffset() is None:
+        raise InputRefused("moment", "must be timezone-aware, for example datetime.now(UTC)")
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError:
+        raise InputRefused("moment", "is outside the years 1 to 9999 in UTC") from None
+
+
+def _named(kind: str, name: str | None) -> str:
+    return f"a {kind}" if name is None else f"{kind} {name!r}"

@@ -16,16 +16,16 @@ import attrs
 import trio
 
 from actors.attempts import Attempt, Why
-from actors.core import Mailbox, leaves
+from actors.core import leaves
 from actors.executors import released
-from actors.rates import Acquire, Release
 from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
-from runtime.context import Context, Register, SyncContext
+from runtime.context import Context, Doors, SyncContext
 from runtime.plays import Play
 from runtime.retries import judge
 from sql.errors import ItemFault, RunlaneError
 from sql.settle import Settlement
+from sql.waits import waits_text
 
 log = logging.getLogger("runlane.executor")
 
@@ -37,8 +37,7 @@ class PlayTimedOut(RunlaneError):
 class Executor:
     """Callable with an attempt; gives its settlement, or None when there is nothing to settle.
 
-    ``say(attempt)`` hands an attempt with something to say to the facts actor; ``flush()`` makes it hurry.
-    ``register(attempt)`` registers its intent to stage array input.
+    ``doors`` is what contexts need of the actors; ``flush()`` makes the facts actor hurry.
     """
 
     def __init__(
@@ -47,18 +46,14 @@ class Executor:
         codec: JsonCodec,
         config: RuntimeConfig,
         *,
-        say: Callable[[Attempt], None],
+        doors: Doors,
         flush: Callable[[], None],
-        register: Register,
-        rates: Mailbox[Acquire | Release],
     ) -> None:
         self._plays = plays
         self._codec = codec
         self._config = config
-        self._say = say
+        self._doors = doors
         self._flush = flush
-        self._register = register
-        self._rates = rates
         self._threads = trio.CapacityLimiter(config.threads)
 
     async def __call__(self, attempt: Attempt) -> Settlement | None:
@@ -67,9 +62,7 @@ class Executor:
         context = Context(
             attempt,
             self._codec,
-            say=self._say,
-            register=self._register,
-            rates_box=self._rates,
+            self._doors,
             park_after_s=self._config.park_after_s,
             max_depth=self._config.max_depth,
         )
@@ -132,11 +125,7 @@ class Executor:
         if attempt.why in (Why.CANCELLED, Why.LOST):
             return None
         if attempt.why is Why.PARKED:
-            waits = [
-                {"key": wait.key, "kind": wait.kind, "delay_s": wait.delay_s}
-                for wait in context.waits.values()
-            ]
-            return self._settlement(attempt, "parked", waits=json.dumps(waits))
+            return self._settlement(attempt, "parked", waits=waits_text(context.parking.waits))
         stopped = attempt.scope.cancel_called or trio.current_effective_deadline() == -math.inf
         if not ended or (failure is not None and stopped):
             # Stopped by a shutdown, or by its scope's deadline because the lease could not be renewed. What the play

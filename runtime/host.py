@@ -22,7 +22,7 @@ from actors.admission import Admission, Admit
 from actors.array_input import ArrayInput, IntentRequest
 from actors.attempts import Attempt, Attempts
 from actors.claim import Claim
-from actors.control import CancelRequest, Control
+from actors.control import CancelRequest, Control, EventRequest
 from actors.core import Actor, ChildSpec, Mailbox, Reply, Supervisor, Together
 from actors.delivery import Turn
 from actors.executors import Executors
@@ -36,10 +36,12 @@ from actors.rates import Acquire, Rates, Release
 from actors.schedules import Adoption, Change, Schedules
 from actors.settle import Settle
 from actors.timers import Timers
+from actors.waits import Stand, Waits
 from actors.watch import Query, Waiters, Watch
 from actors.watchdog import Watchdog
 from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
+from runtime.context import Doors
 from runtime.deliver import Deliveries
 from runtime.dispatch import Gatekeeper
 from runtime.executor import Executor, unstorable
@@ -50,7 +52,7 @@ from runtime.plays import Play
 from runtime.postgres_ledger import PostgresLedger
 from runtime.submit import Submissions, buckets_from
 from runtime.view import Reports, View
-from sql import admission, deployment, lanes, proof, status
+from sql import admission, deployment, lanes, proof, status, waits
 from sql.array_input import Intent
 from sql.claim import Buckets
 from sql.connection import SessionOptions, open_session
@@ -58,6 +60,7 @@ from sql.errors import OutcomeUnknown, RunlaneError
 from sql.proof import Claimed
 from sql.settle import Settled, Settlement
 from sql.types import TERMINAL_STATUSES
+from sql.waits import Wait
 
 log = logging.getLogger("runlane.host")
 
@@ -84,7 +87,7 @@ class Host:
     hints: Hints
     waiters: Waiters
     admissions: Mailbox[Admission]
-    cancellations: Mailbox[CancelRequest]
+    requests: Mailbox[CancelRequest | EventRequest]
     queries: Mailbox[Query]
     changes: Mailbox[Change]
     submissions: Submissions
@@ -143,14 +146,14 @@ class _Composition:
         self.waiters = Waiters()
         self.metrics = Metrics()
         self.reports = Reports(self.metrics)
-        # Endings and sayings are bounded by the attempts that can have any, and none may be refused.
+        # Endings, sayings and stands are bounded by the attempts that can have any, and none may be refused.
         self.endings: Mailbox[Settlement] = Mailbox("settle", sys.maxsize)
         self.sayings: Mailbox[Attempt] = Mailbox("facts", sys.maxsize)
         self.slots: Mailbox[Acquire | Release] = Mailbox(
             "rates", sys.maxsize, wake=hints.wake_rates, abandon=_abandon_slot
         )
         self.admissions: Mailbox[Admission] = Mailbox("admission", _MOST_WAITING, abandon=_abandon)
-        self.cancellations: Mailbox[CancelRequest] = Mailbox(
+        self.requests: Mailbox[CancelRequest | EventRequest] = Mailbox(
             "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
         )
         self.intents: Mailbox[IntentRequest] = Mailbox("array_input", sys.maxsize, abandon=_abandon)
@@ -161,16 +164,16 @@ class _Composition:
         self.changes: Mailbox[Change] = Mailbox(
             "schedules", _MOST_WAITING, wake=hints.wake_schedules, abandon=_abandon
         )
+        self.stands: Mailbox[Stand] = Mailbox("waits", sys.maxsize, wake=hints.wake_waits)
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
-        execute = Executor(
-            plays,
-            codec,
-            config,
+        doors = Doors(
             say=_Say(self.sayings),
-            flush=self.facts.hurry.set,
             register=self._register_array_input,
             rates=self.slots,
+            hold=self._hold,
+            payload=self._payload,
         )
+        execute = Executor(plays, codec, config, doors=doors, flush=self.facts.hurry.set)
         self.executors = Executors(
             self.attempts,
             execute,
@@ -216,7 +219,7 @@ class _Composition:
             children += self._delivery(ledger or PostgresLedger())
             # Both are rare: one connection is enough for them.
             desk = Together(self.options, [self._control(), ArrayInput(self.options, self.intents)])
-            children.append(_child("control", desk, self.cancellations, self.intents))
+            children.append(_child("control", desk, self.requests, self.intents))
             if self.plays:
                 children += self._work()
             children.append(_child("schedules", self._schedules(), self.changes))
@@ -225,7 +228,7 @@ class _Composition:
             desk = Together(
                 self.options, [self._watch(), self._control(), self._schedules(), self._admission()]
             )
-            mail = (self.admissions, self.cancellations, self.queries, self.changes)
+            mail = (self.admissions, self.requests, self.queries, self.changes)
             children.append(_child("client", desk, *mail))
         supervisor = Supervisor(children, stop_budget_s=self.config.shutdown_budget_s)
         view = View(
@@ -246,7 +249,7 @@ class _Composition:
             hints=self.hints,
             waiters=self.waiters,
             admissions=self.admissions,
-            cancellations=self.cancellations,
+            requests=self.requests,
             queries=self.queries,
             changes=self.changes,
             submissions=Submissions(self.config, self.codec, self.plays, self._buckets_of),
@@ -327,7 +330,7 @@ class _Composition:
         return children
 
     def _control(self) -> Control:
-        return Control(self.options, self.cancellations, self.attempts, self.hints, owner=self.owner)
+        return Control(self.options, self.requests, self.attempts, self.hints, owner=self.owner)
 
     def _work(self) -> list[ChildSpec]:
         config = self.config
@@ -339,7 +342,9 @@ class _Composition:
             on_settled=self._on_settled,
             unstorable=unstorable,
         )
+        waiting = Waits(self.options, self.stands, self.attempts, self.hints, backstop_s=config.backstop_s)
         return [
+            _child("waits", waiting, self.stands),
             _child("facts", self.facts, self.sayings, stop_budget_s=config.release_budget_s),
             _child("settle", settle, self.endings, stop_budget_s=config.release_budget_s),
             _child("rates", Rates(self.options, self.slots, self.hints), self.slots),
@@ -408,6 +413,19 @@ class _Composition:
         request = IntentRequest(intent)
         await self.intents.send(request)
         return await request.reply.wait(self.config.operation_timeout_s)
+
+    def _hold(self, attempt: Attempt, wait: Wait) -> Stand:
+        stand = Stand(attempt, wait)
+        self.stands.send_nowait(stand)
+        return stand
+
+    async def _payload(self, run_id: str, key: str) -> str | None:
+        text: str | None = await ask(
+            self.queries,
+            lambda session: waits.read_payload(session, run_id, key),
+            self.config.operation_timeout_s,
+        )
+        return text
 
     async def _count(self) -> status.Backlog:
         counted: status.Backlog = await ask(self.queries, status.backlog, self.config.operation_timeout_s)
@@ -528,7 +546,9 @@ class _Say:
             self._mailbox.send_nowait(attempt)
 
 
-def _abandon(item: Admission | CancelRequest | Change | IntentRequest | Query, error: RunlaneError) -> None:
+def _abandon(
+    item: Admission | CancelRequest | EventRequest | Change | IntentRequest | Query, error: RunlaneError
+) -> None:
     reply: Reply[Any] = item.reply
     reply.set_error(error)
 

@@ -122,6 +122,16 @@ def check_limit(value: Any) -> int | None:
     return int(value)
 
 
+def check_event_name(value: Any) -> str:
+    """``value``, or InputRefused: 1 to 255 characters, no NUL."""
+    return _checked_text("name", value, MAX_KEY_CHARS)
+
+
+def check_event_id(value: Any) -> str | None:
+    """``value`` (None: no id of the caller's own), or InputRefused: 1 to 255 characters, no NUL."""
+    return None if value is None else _checked_text("event_id", value, MAX_KEY_CHARS)
+
+
 def check_org_id(value: Any) -> str | None:
     """``value`` (None: no organisation), or InputRefused: 1 to 255 characters, no NUL."""
     return None if value is None else _checked_text("org_id", value, MAX_KEY_CHARS)

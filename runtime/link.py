@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from actors.admission import Admission
-from actors.control import CancelRequest
+from actors.control import CancelRequest, EventRequest
 from actors.schedules import Change
 from runtime import host as composition
 from runtime.config import RuntimeConfig
@@ -20,6 +20,7 @@ from runtime.submit import Submissions
 from sql.admission import Admitted, Submission
 from sql.connection import Session
 from sql.control import Cancellation, Cancelled
+from sql.events import Sending
 from sql.status import Terminal
 
 T = TypeVar("T")
@@ -49,6 +50,10 @@ class Link(Protocol):
 
     async def cancel(self, item: Cancellation) -> Cancelled:
         """End a run as cancelled."""
+        ...
+
+    async def send(self, item: Sending) -> str:
+        """Send an event; how it was answered, never ``busy``."""
         ...
 
     async def ask(self, read: Callable[[Session], Awaitable[T]]) -> T:
@@ -89,8 +94,16 @@ class ActorLink:
     async def cancel(self, item: Cancellation) -> Cancelled:
         """As ``Link.cancel``."""
         request, deadline = CancelRequest(item), self._deadline()
-        await composition.send_by(deadline, self._host.cancellations, request)
+        await composition.send_by(deadline, self._host.requests, request)
         return await request.reply.wait(deadline - trio.current_time())
+
+    async def send(self, item: Sending) -> str:
+        """As ``Link.send``."""
+        deadline = self._deadline()
+        request = EventRequest(item, deadline)
+        await composition.send_by(deadline, self._host.requests, request)
+        # A little later than the actor's own deadline, whose error says more.
+        return await request.reply.wait(deadline - trio.current_time() + 1.0)
 
     async def ask(self, read: Callable[[Session], Awaitable[T]]) -> T:
         """As ``Link.ask``, on the connection that reads share."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -25,6 +25,9 @@ from sql.errors import CapacityUnavailable, HostStopping, InputRefused, wait_s
 
 MAX_COST = 1_000_000.0
 _PATIENCE_S = 1.0
+
+
+Pending = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Permit:
@@ -86,10 +89,16 @@ def send(
 
 @contextlib.asynccontextmanager
 async def permit(
-    mailbox: Mailbox[Acquire | Release], attempt: Attempt, name: Any, cost: Any, timeout_s: Any
+    mailbox: Mailbox[Acquire | Release],
+    attempt: Attempt,
+    name: Any,
+    cost: Any,
+    timeout_s: Any,
+    *,
+    pending: Pending,
 ) -> AsyncIterator[Permit]:
     """A slot of the scope ``name`` for the length of the block."""
-    granted = await acquire(mailbox, attempt, name, cost, timeout_s)
+    granted = await acquire(mailbox, attempt, name, cost, timeout_s, pending=pending)
     with ending(granted):
         yield granted
 
@@ -106,16 +115,22 @@ def ending(granted: Permit) -> Iterator[None]:
 
 
 async def acquire(
-    mailbox: Mailbox[Acquire | Release], attempt: Attempt, name: Any, cost: Any, timeout_s: Any
+    mailbox: Mailbox[Acquire | Release],
+    attempt: Attempt,
+    name: Any,
+    cost: Any,
+    timeout_s: Any,
+    *,
+    pending: Pending,
 ) -> Permit:
-    """Wait for a slot. CapacityUnavailable when it is more than ``timeout_s`` away."""
+    """Wait for a slot. CapacityUnavailable when it is more than ``timeout_s`` away. ``pending`` surrounds the wait."""
     slot = door.Slot(_name(name), new_token(), _cost(cost), attempt.run_id, attempt.attempt)
     most_s = _timeout(timeout_s)
     wanted = Acquire(slot, most_s)
     mailbox.send_nowait(wanted)
     try:
         # An answer to a patient caller takes a round trip, however short its patience.
-        with trio.move_on_after(max(most_s, _PATIENCE_S)):
+        with pending(), trio.move_on_after(max(most_s, _PATIENCE_S)):
             return Permit(slot, await wanted.reply.wait(), mailbox)
         raise CapacityUnavailable(f"rate scope {slot.scope}: no slot within {most_s:g} s")
     except BaseException:

@@ -131,6 +131,15 @@ class Submissions:
             return None
         return self._codec.encode(extras, what="options", limit_bytes=65_536, max_depth=3)
 
+    def payload(self, value: Any) -> str:
+        """The JSON text of an event's payload. Raises PayloadRefused."""
+        return self._codec.encode(
+            value,
+            what="payload",
+            limit_bytes=self._config.max_payload_bytes,
+            max_depth=self._config.max_depth,
+        )
+
     def _concurrency_key(self, item: Submit, name: str, text: str) -> str | None:
         """The run's key: the caller's, or what the play makes of the input, where the play is known here.
 

@@ -74,6 +74,8 @@ class SyncVerbs:
     attempts = _blocking(Verbs.attempts)
     runs = _blocking(Verbs.runs)
     cancel = _blocking(Verbs.cancel)
+    send_event = _blocking(Verbs.send_event)
+    events = _blocking(Verbs.events)
     schedule = _blocking(Verbs.schedule)
     schedules = _blocking(Verbs.schedules)
     pause_schedule = _blocking(Verbs.pause_schedule)

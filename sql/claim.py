@@ -5,7 +5,6 @@ Owns the typed call of ``claim_runs`` and its read-back. It never decides how ma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -14,15 +13,15 @@ import attrs
 
 from sql.calls import call
 from sql.connection import Session
+from sql.waits import WaitState, wait_states
 
 
 @attrs.define(slots=True)
 class Claimed:
     """A live attempt of this host: the permission to execute.
 
-    ``input`` and ``labels`` are JSON text. ``waits``: seconds until each registered wait passes, None for one
-    that has. ``limited``: it counts against a limit, and somebody may wait for its end. ``lag_s``: from due to
-    claimed, on the database clock.
+    ``input`` and ``labels`` are JSON text. ``waits``: what the run has waited for so far, by key. ``limited``: it
+    counts against a limit, and somebody may wait for its end. ``lag_s``: from due to claimed, on the database clock.
     """
 
     run_id: str
@@ -31,7 +30,7 @@ class Claimed:
     play: str
     input: str
     failures: int = 0
-    waits: Mapping[str, float | None] = attrs.field(factory=dict)
+    waits: Mapping[str, WaitState] = attrs.field(factory=dict)
     org_id: str | None = None
     labels: str | None = None
     limited: bool = False
@@ -132,7 +131,7 @@ def _claimed(row: Any, token: int) -> Claimed:
         play,
         input_,
         failures,
-        {} if waits is None else json.loads(waits),
+        {} if waits is None else wait_states(waits),
         org_id,
         labels,
         limited,

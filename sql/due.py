@@ -12,7 +12,7 @@ import attrs
 from sql.calls import call, channel
 from sql.connection import Session
 
-CHANNELS = ("runs", "lanes", "terminals", "control", "schedules", "rates")
+CHANNELS = ("runs", "lanes", "terminals", "control", "schedules", "rates", "wakes")
 
 
 @attrs.frozen
@@ -25,6 +25,7 @@ class Due:
     leases_s: float | None
     schedules_s: float | None
     cancellations: bool
+    wakes: bool
 
 
 async def next_due(session: Session, *, host: int, buckets: Sequence[int], receivers: Sequence[str]) -> Due:

@@ -120,6 +120,14 @@ class RunCancelled(RunlaneError):
         self.by = by
 
 
+class WaitTimedOut(RunlaneError):
+    """A wait of a play was given up after its ``timeout``: nothing had come. It never passes any more."""
+
+    def __init__(self, what: str, key: str) -> None:
+        super().__init__(f"{what} (wait {key!r}) did not come in time")
+        self.key = key
+
+
 class OutcomeUnknown(RunlaneError):
     """A deadline passed before the database answered: the operation may or may not have happened.
 

@@ -6,7 +6,7 @@ Owns the typed reads of single runs, pages, terminals and the backlog. Nothing h
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +14,7 @@ import attrs
 
 from sql.calls import call
 from sql.connection import Session
-from sql.types import RunStatus
+from sql.types import RunStatus, WaitRecord
 
 
 @attrs.define(slots=True)
@@ -114,4 +114,16 @@ def _status(row: Any) -> RunStatus:
     values["facts_last"] = values.pop("last_seq")
     values["facts_delivered"] = values.pop("acked_seq")
     values["lane_blocked"] = values.pop("lane_error")
+    values["waits"] = tuple(_wait(wait) for wait in json.loads(row["waits"] or "[]"))
     return RunStatus(**values)
+
+
+def _wait(record: Mapping[str, Any]) -> WaitRecord:
+    since, until = record["since"], record["until"]
+    return WaitRecord(
+        record["kind"],
+        record["key"],
+        record["name"],
+        datetime.fromisoformat(since),
+        None if until is None else datetime.fromisoformat(until),
+    )

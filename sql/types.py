@@ -77,11 +77,27 @@ class Delivery:
 
 
 @attrs.frozen(slots=True)
+class WaitRecord:
+    """One thing that a parked run stands at.
+
+    ``kind``: sleep, event, approval or child. ``name``: the event's, or the child's run id. ``until``: when it passes
+    (a sleep) or is given up (the others); None: never by itself.
+    """
+
+    kind: str
+    key: str
+    name: str | None
+    since: datetime
+    until: datetime | None
+
+
+@attrs.frozen(slots=True)
 class RunStatus:
     """What is now: one run's row.
 
     ``facts_last`` and ``facts_delivered`` are the lifecycle lane's last appended and last acknowledged
-    sequence numbers; they are equal when the ledger has everything.
+    sequence numbers; they are equal when the ledger has everything. ``waits`` is all that a parked run stands at;
+    ``wait_kind``, ``wait_key`` and ``wait_until`` are of the one that wakes it first.
     """
 
     run_id: str
@@ -106,11 +122,52 @@ class RunStatus:
     facts_last: int
     facts_delivered: int
     lane_blocked: str | None
+    parent_id: str | None = None
+    root_id: str | None = None
+    waits: tuple[WaitRecord, ...] = ()
 
     @property
     def terminal(self) -> bool:
         """Whether the run has ended."""
         return self.status in TERMINAL_STATUSES
+
+
+@attrs.frozen(slots=True)
+class Event:
+    """Something that was sent to a run. ``wait_key`` is the wait that took it; None: it is kept for one to come."""
+
+    event_id: str
+    name: str
+    payload: Any
+    created_at: datetime
+    wait_key: str | None
+
+
+@attrs.frozen(slots=True)
+class EventOutcome:
+    """What became of an event.
+
+    ``accepted``: the run has it. ``status``: ``delivered`` (a wait has taken it, or stands there for it), ``kept`` (for
+    a wait that is still to come), ``duplicate`` (it was sent before with this id, and counts once) or ``ended`` (the
+    run has).
+    """
+
+    accepted: bool
+    status: str
+    event_id: str
+
+
+@attrs.frozen(slots=True)
+class Approval:
+    """What somebody decided: ``approved``, ``by`` whom and with which ``comment`` (as they said, if they did).
+
+    ``payload`` is all that they sent.
+    """
+
+    approved: bool
+    by: str | None
+    comment: str | None
+    payload: Mapping[str, Any]
 
 
 @attrs.frozen(slots=True)

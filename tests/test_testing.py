@@ -22,6 +22,7 @@ from tests.support.hosts import ROOT, eventually, until
 
 HOUR = 3600.0
 
+
 @play("sleepy")
 async def sleepy(ctx: Context, hours: int) -> int:
     for _ in range(hours):
@@ -137,6 +138,7 @@ async def test_the_clock_waits_for_whoever_has_read_it(runlane: Lab) -> None:
     for bad in (-1, float("nan"), "1", True):
         with pytest.raises(InputRefused, match="seconds"):
             runlane.clock.advance(bad)  # type: ignore[arg-type]
+
 
 # --- as a user has it ------------------------------------------------------------------------------------
 

@@ -144,6 +144,8 @@ BEGIN
     END LOOP;
 
     IF v_parked THEN
+        -- What it stands at beside sleeps: a deadline may have come, or what it waits for just before.
+        PERFORM pass_standing_waits(v_ids, v_now);
         WITH resumed AS (
             UPDATE runs r
                SET last_seq = r.last_seq + 1,
@@ -153,7 +155,7 @@ BEGIN
         ), passed AS (
             UPDATE waits c SET done_at = v_now
               FROM resumed
-             WHERE c.run_id = ANY (ARRAY[resumed.run_id]) AND c.done_at IS NULL AND c.due_at <= v_now
+             WHERE c.run_id = ANY (ARRAY[resumed.run_id]) AND c.kind = 'sleep' AND c.done_at IS NULL AND c.due_at <= v_now
         )
         INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
         SELECT run_id, 0, last_seq, 'run.resumed', v_now, jsonb_build_object('kind', wait_kind, 'key', wait_key)
@@ -602,15 +604,6 @@ BEGIN
     END IF;
     p_again := p_again OR (v_left > 0 AND (NOT v_through OR cardinality(m_turns) > 0));
 END
-$$;
-
--- Waits of a run as {key: seconds until it passes, or null when it has passed}.
-CREATE OR REPLACE FUNCTION @schema@.run_waits(p_run_id text, p_now timestamptz) RETURNS jsonb
-LANGUAGE sql STABLE
-@seek@
-AS $$
-    SELECT jsonb_object_agg(key, CASE WHEN done_at IS NULL THEN extract(epoch FROM due_at - p_now) END)
-      FROM waits WHERE run_id = p_run_id
 $$;
 
 -- The earliest due time of these buckets: of runs that take turns from p_turns_from on, of the others from p_from on;

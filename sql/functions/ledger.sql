@@ -103,8 +103,9 @@ BEGIN
     IF 'run.waiting' = ANY (v_types) OR 'run.progress' = ANY (v_types) THEN
         UPDATE ledger_runs l
            SET wait_kind = CASE WHEN l.status = 'waiting' THEN coalesce(w.payload ->> 'kind', l.wait_kind) END,
-               wait_until = CASE WHEN l.status = 'waiting'
-                                 THEN coalesce(to_timestamp(as_double(w.payload -> 'wait_until') / 1000), l.wait_until) END,
+               wait_until = CASE WHEN l.status <> 'waiting' THEN NULL
+                                 WHEN w.payload IS NULL THEN l.wait_until
+                                 ELSE to_timestamp(as_double(w.payload -> 'wait_until') / 1000) END,
                progress_done = coalesce(as_double(g.payload -> 'done'), l.progress_done),
                progress_total = coalesce(as_double(g.payload -> 'total'), l.progress_total)
           FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)

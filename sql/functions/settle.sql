@@ -160,10 +160,12 @@ BEGIN
 END
 $$;
 
--- Parks attempts on durable waits. p_waits, per item: [{"key": …, "kind": "sleep", "delay_s": …}, …].
+-- Parks attempts on durable waits. p_waits, per item, as for register_waits: [{"key": …, "kind": …, …}, …].
 --
 -- A wait that an earlier attempt registered keeps its first due time. The run is due when the first of these
--- waits is. Answers as settle_attempts does; an item without waits is refused, for nothing would ever wake it.
+-- waits is, at once if one of them is over already: an event may have come before its wait, and this park may have
+-- been on its way when its child ended. Answers as settle_attempts does; an item without waits is refused, for
+-- nothing would ever wake it.
 CREATE OR REPLACE FUNCTION @schema@.park_attempts(
     p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_waits jsonb[]
 ) RETURNS TABLE (ord integer, answer text, status text)
@@ -174,6 +176,10 @@ AS $$
 DECLARE
     v_now    timestamptz;
     v_free   text[];
+    v_seqs   integer[];
+    v_waits  jsonb[];
+    v_ids    text[];
+    v_keys   text[];
     v_parked integer;
 BEGIN
     PERFORM require_read_committed();
@@ -181,48 +187,54 @@ BEGIN
         PERFORM refuse('waits', 'an attempt parks on at least one wait');
     END IF;
 
-    SELECT array_agg(t.run_id) INTO v_free
-      FROM (SELECT r.run_id
-              FROM unnest(p_run_ids, p_attempts, p_tokens) AS i (run_id, attempt, token)
+    SELECT array_agg(t.run_id), array_agg(t.seq), array_agg(t.waits) INTO v_free, v_seqs, v_waits
+      FROM (SELECT r.run_id, r.last_seq + 1 AS seq, i.waits
+              FROM unnest(p_run_ids, p_attempts, p_tokens, p_waits) AS i (run_id, attempt, token, waits)
               JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
              WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
                FOR NO KEY UPDATE OF r SKIP LOCKED) t;
     v_now := clock();
 
-    INSERT INTO waits (run_id, key, kind, created_at, due_at)
-    SELECT i.run_id, w.key, w.kind, v_now, v_now + make_interval(secs => w.delay_s)
-      FROM unnest(p_run_ids, p_waits) AS i (run_id, waits)
-     CROSS JOIN LATERAL jsonb_to_recordset(i.waits) AS w (key text, kind text, delay_s double precision)
-     WHERE i.run_id = ANY (v_free)
-    ON CONFLICT (run_id, key) DO NOTHING;
+    PERFORM register_waits(v_free, v_waits, v_seqs, v_now);
+    SELECT array_agg(i.run_id), array_agg(w.key) INTO v_ids, v_keys
+      FROM unnest(v_free, v_waits) AS i (run_id, waits)
+     CROSS JOIN LATERAL jsonb_to_recordset(i.waits) AS w (key text, kind text)
+     WHERE w.kind <> 'sleep';
+    IF v_ids IS NOT NULL THEN
+        PERFORM pass_waits(v_ids, v_keys, v_now);
+    END IF;
 
     WITH first AS (
-        SELECT i.run_id, i.attempt, i.token, c.key, c.kind, c.due_at
+        SELECT i.run_id, i.attempt, i.token, c.key, c.kind, c.name, c.due_at, c.wakes_at
           FROM unnest(p_run_ids, p_attempts, p_tokens, p_waits) AS i (run_id, attempt, token, waits)
          CROSS JOIN LATERAL (
-                SELECT c.key, c.kind, c.due_at
+                SELECT c.key, c.kind, c.name, c.due_at,
+                       CASE WHEN c.done_at IS NULL THEN coalesce(c.due_at, 'infinity') ELSE v_now END AS wakes_at
                   FROM jsonb_to_recordset(i.waits) AS w (key text)
-                  JOIN waits c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = w.key
-                 ORDER BY c.due_at, c.key LIMIT 1) c
+                 CROSS JOIN LATERAL (SELECT * FROM waits WHERE run_id = i.run_id AND key = w.key OFFSET 0) c
+                 ORDER BY wakes_at, c.key LIMIT 1) c
          WHERE i.run_id = ANY (v_free)
     ), parked AS (
         UPDATE runs r
-           SET status = 'waiting', due_at = f.due_at, wait_kind = f.kind, wait_key = f.key, wait_until = f.due_at,
+           SET status = 'waiting', due_at = f.wakes_at, wait_kind = f.kind, wait_key = f.key,
+               -- Of sleeps only: people must not take a deadline for the moment at which it goes on.
+               wait_until = CASE WHEN f.kind = 'sleep' THEN f.due_at END,
                wait_seq = r.last_seq + 1, lease_expires_at = NULL,
                last_seq = r.last_seq + 1,
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
           FROM first f
          WHERE r.run_id = ANY (ARRAY[f.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = f.attempt AND r.lease_token = f.token
         RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, r.wait_kind, r.wait_key,
-                  r.wait_until
+                  r.wait_until, f.name
     ), tried AS (
         INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
         SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, 'parked' FROM parked
     ), told AS (
         INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
         SELECT run_id, 0, last_seq, 'run.waiting', v_now,
-               jsonb_build_object('kind', wait_kind, 'key', wait_key,
-                                  'wait_until', floor(extract(epoch FROM wait_until) * 1000)::bigint)
+               jsonb_strip_nulls(jsonb_build_object(
+                   'kind', wait_kind, 'key', wait_key, 'name', name,
+                   'wait_until', floor(extract(epoch FROM wait_until) * 1000)::bigint))
           FROM parked
     )
     SELECT count(*) INTO v_parked FROM parked;

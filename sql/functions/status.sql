@@ -6,7 +6,8 @@ RETURNS TABLE (
     run_id text, play text, status text, org_id text, priority smallint, labels jsonb, release_id text,
     created_at timestamptz, started_at timestamptz, finished_at timestamptz, due_at timestamptz, attempt integer,
     failures integer, crashes integer, wait_kind text, wait_key text, wait_until timestamptz, host text,
-    lease_expires_at timestamptz, last_seq integer, acked_seq integer, lane_error text
+    lease_expires_at timestamptz, last_seq integer, acked_seq integer, lane_error text, parent_id text, root_id text,
+    waits jsonb
 )
 LANGUAGE sql STABLE
 @lookup@
@@ -15,10 +16,21 @@ AS $$
            r.finished_at, nullif(r.due_at, 'infinity'), r.attempt, r.failures, r.crashes, r.wait_kind, r.wait_key,
            r.wait_until,
            CASE WHEN r.status = 'running' THEN coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
-           r.lease_expires_at, r.last_seq, r.acked_seq, r.lane_error
+           r.lease_expires_at, r.last_seq, r.acked_seq, r.lane_error, r.parent_id, r.root_id,
+           CASE WHEN r.wait_kind IS NOT NULL THEN standing_waits(r.run_id, r.wait_seq) END
       FROM unnest(p_run_ids) AS i (run_id)
       JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN hosts h ON h.host = r.lease_owner
+$$;
+
+-- What a run stands at since that park, the first to pass in front.
+CREATE OR REPLACE FUNCTION @schema@.standing_waits(p_run_id text, p_wait_seq integer) RETURNS jsonb
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT jsonb_agg(jsonb_build_object('kind', kind, 'key', key, 'name', name, 'since', created_at, 'until', due_at)
+                     ORDER BY due_at, key)
+      FROM waits WHERE run_id = p_run_id AND wait_seq = p_wait_seq
 $$;
 
 -- One page of runs, newest first by id, with run ids below p_after. Filters are optional; a page may take a

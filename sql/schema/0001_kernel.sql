@@ -134,11 +134,14 @@ CREATE TABLE @schema@.attempts (
 -- What a run waits for, and that it need not wait for it again.
 CREATE TABLE @schema@.waits (
     created_at  timestamptz NOT NULL,
-    due_at      timestamptz,
+    due_at      timestamptz,                 -- when it passes or is given up; NULL: not by itself
     done_at     timestamptz,                 -- set once: the wait is over for good
+    wait_seq    integer,                     -- the run.waiting fact of the latest park that stood at it
     run_id      text COLLATE "C" NOT NULL,
     key         text COLLATE "C" NOT NULL,
-    kind        text        NOT NULL,        -- sleep
+    kind        text        NOT NULL,        -- sleep, event, approval, child
+    name        text COLLATE "C",            -- of the event; of a child its run id
+    payload     jsonb,                       -- what it was given; NULL once it is over: only time passed
     PRIMARY KEY (run_id, key)
 );
 

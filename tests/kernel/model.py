@@ -5,11 +5,14 @@ Owns the rules in their simplest form: one thing at a time, no locks, whole seco
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 
 from sql.types import TERMINAL_STATUSES, Lane
+from sql.waits import Wait
 
 NEVER = float("inf")
 CRASH_CAP = 2
@@ -93,6 +96,31 @@ class LaneModel:
 
 
 @attrs.define
+class WaitModel:
+    """One wait. ``seq``: the park that stands at it. ``got``: what it was given, as JSON text; None: time passed."""
+
+    key: str
+    kind: str
+    name: str | None
+    created: float
+    due: float
+    seq: int | None = None
+    done: bool = False
+    got: str | None = None
+
+
+@attrs.define
+class EventModel:
+    """One event of a run."""
+
+    event_id: str
+    name: str
+    payload: Any
+    request: int
+    taken_by: str | None = None
+
+
+@attrs.define
 class ReceiptModel:
     """One step's receipt."""
 
@@ -152,8 +180,9 @@ class RunModel:
     failures: int = 0
     crashes: int = 0
     wait: str | None = None
-    waits: dict[str, float] = attrs.field(factory=dict)
-    passed: set[str] = attrs.field(factory=set)
+    waits: dict[str, WaitModel] = attrs.field(factory=dict)
+    events: list[EventModel] = attrs.field(factory=list)
+    woken: bool = False  # somebody has something for it
     steps: dict[str, ReceiptModel] = attrs.field(factory=dict)
     ended: dict[int, tuple[int | None, str]] = attrs.field(factory=dict)  # attempt: token, outcome
     begun: dict[int, float] = attrs.field(factory=dict)  # attempt: its start
@@ -193,7 +222,10 @@ class RunModel:
     def start(self, now: float, owner: int, token: int, lease: float) -> None:
         if self.status == "waiting":
             self.lifecycle.append(now, "run.resumed")
-            self.passed |= {key for key, due in self.waits.items() if due <= now}
+            self.pass_waits(now, [wait for wait in self.standing if wait.kind != "sleep"])
+            for wait in self.waits.values():
+                if wait.kind == "sleep" and wait.due <= now:
+                    wait.done = True
         self.status, self.attempt, self.appended, self.wait = "running", self.attempt + 1, 0, None
         self.owner, self.token, self.expires, self.due = owner, token, now + lease, now + lease
         self.fences.append((self.attempt, token))
@@ -237,17 +269,78 @@ class RunModel:
         self.lifecycle.append(now, "run.requeued")
         return "done"
 
-    def park(self, now: float, attempt: int, token: int, waits: dict[str, float]) -> str:
+    def park(self, now: float, attempt: int, token: int, waits: Sequence[Wait]) -> str:
         if not self.holds(attempt, token):
             return "done" if self.ended.get(attempt) == (token, "parked") else "lost"
         self.stop("parked")
-        for key, delay in waits.items():
-            self.waits.setdefault(key, now + delay)
-        self.due, self.wait = min((self.waits[key], key) for key in waits)
-        self.status = "waiting"
         self.lifecycle.append(now, "run.waiting")
         self.wait_seq = self.lifecycle.last
+        standing = self.register(now, waits)
+        for wait in standing:
+            wait.seq = self.wait_seq
+        self.pass_waits(now, [wait for wait in standing if wait.kind != "sleep"])
+        self.due, self.wait = min((now if wait.done else wait.due, wait.key) for wait in standing)
+        self.status = "waiting"
         return "done"
+
+    # --- waits ---------------------------------------------------------------------------------------
+
+    @property
+    def standing(self) -> list[WaitModel]:
+        return [wait for wait in self.waits.values() if wait.seq == self.wait_seq is not None]
+
+    def register(self, now: float, waits: Sequence[Wait]) -> list[WaitModel]:
+        for wait in waits:
+            due = NEVER if wait.delay_s is None else now + wait.delay_s
+            self.waits.setdefault(wait.key, WaitModel(wait.key, wait.kind, wait.name, now, due))
+        return [self.waits[wait.key] for wait in waits]
+
+    def pass_waits(self, now: float, waits: Sequence[WaitModel]) -> None:
+        for wait in sorted(waits, key=lambda wait: (wait.created, wait.key)):
+            fits = [event for event in self.events if event.taken_by is None and event.name == wait.name]
+            if wait.kind == "approval":
+                fits = [event for event in fits if isinstance(event.payload, dict)]
+            if not wait.done and fits and wait.kind != "sleep":
+                wait.done, wait.got, fits[0].taken_by = True, json.dumps(fits[0].payload), wait.key
+        for wait in waits:
+            wait.done = wait.done or wait.due <= now
+
+    def try_waits(
+        self, now: float, attempt: int, token: int, waits: Sequence[Wait]
+    ) -> list[WaitModel] | None:
+        """The waits asked for; None if the fence is lost."""
+        if not self.holds(attempt, token):
+            return None
+        standing = self.register(now, waits)
+        self.pass_waits(now, standing)
+        return standing
+
+    def send(self, event: EventModel) -> str:
+        known = next((e for e in self.events if e.event_id == event.event_id), None)
+        if known is None:
+            if self.over:
+                return "ended"
+            self.events.append(event)
+            self.woken, known = True, event
+        if known.request != event.request:
+            return "duplicate" if (known.name, known.payload) == (event.name, event.payload) else "conflict"
+        waits = (wait for wait in self.waits.values() if wait.kind != "sleep" and wait.name == known.name)
+        for wait in waits:
+            if not wait.done and (wait.seq == self.wait_seq is not None or self.status == "running"):
+                return "delivered"
+        return "kept" if known.taken_by is None else "delivered"
+
+    def wake(self, now: float) -> bool:
+        """What a sweep does with its wakes: whether it is due now because of it."""
+        self.woken = False
+        if self.status != "waiting":
+            return False
+        standing = [wait for wait in self.standing if wait.kind != "sleep"]
+        self.pass_waits(now, standing)
+        if self.due <= now or not any(wait.done for wait in standing):
+            return False
+        self.due = now
+        return True
 
     def say(self, now: float, attempt: int, token: int, facts: Sequence[tuple[int, Lane]]) -> str:
         if not self.holds(attempt, token):

@@ -4,7 +4,8 @@ asked for again as if it had been lost, and after every step all invariants and 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -21,10 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sql import claim, control, facts, lanes, leases
+from sql import claim, control, events, facts, lanes, leases
 from sql.errors import KernelRefused
 from sql.types import Lane
-from tests.kernel.model import CRASH_CAP, NEVER, Final, LaneModel, Model, RunModel
+from sql.waits import Wait, WaitState
+from tests.kernel.model import CRASH_CAP, NEVER, EventModel, Final, LaneModel, Model, RunModel, WaitModel
 from tests.support.invariants import check_invariants
 from tests.support.kernel import LEASE_S, PLAYS, Kernel, saying
 from tests.support.portal import Portal, open_portal
@@ -36,8 +38,8 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 LANE_LEASE_S = 30.0
 
 _CLEAR = """
-TRUNCATE @schema@.runs, @schema@.facts, @schema@.attempts, @schema@.waits, @schema@.lanes,
-         @schema@.cancellations, @schema@.ledger_runs, @schema@.ledger_logs, @schema@.receipts;
+TRUNCATE @schema@.runs, @schema@.facts, @schema@.attempts, @schema@.waits, @schema@.events, @schema@.wakes,
+         @schema@.lanes, @schema@.cancellations, @schema@.ledger_runs, @schema@.ledger_logs, @schema@.receipts;
 UPDATE @schema@.test_clock SET stands = '2030-01-01T00:00:00Z';
 """
 _RUNS = """
@@ -48,7 +50,11 @@ SELECT run_id, status, attempt, lease_token, lease_owner, lease_expires_at, due_
        (SELECT array_agg(request_id ORDER BY request_id)
           FROM @schema@.cancellations c WHERE c.run_id = r.run_id) AS marks,
        (SELECT array_agg(key ORDER BY key) FROM @schema@.waits c WHERE c.run_id = r.run_id
-           AND done_at IS NOT NULL) AS passed
+           AND done_at IS NOT NULL) AS passed,
+       (SELECT jsonb_object_agg(key, payload::text) FROM @schema@.waits c WHERE c.run_id = r.run_id
+           AND payload IS NOT NULL) AS got,
+       (SELECT array_agg(wait_key ORDER BY seq) FROM @schema@.events e WHERE e.run_id = r.run_id) AS taken,
+       EXISTS (SELECT 1 FROM @schema@.wakes w WHERE w.run_id = r.run_id) AS woken
   FROM @schema@.runs r
 """
 _LANES = """
@@ -79,6 +85,19 @@ delays = st.sampled_from([0.0, 0.0, 3.0, 20.0, 90.0])
 lane_kinds = st.sampled_from(list(Lane))
 step_keys = st.sampled_from(["s", "s", "t"])
 step_leases = st.sampled_from([None, None, None, 7])  # the attempt's token, or a holder of its own
+# By key: two waits may be for the same event, and another approval of its name.
+WAITS = {
+    "a": ("sleep", None), "b": ("sleep", None), "e1": ("event", "e"), "e2": ("event", "e"), "f": ("event", "f"),
+    "yes": ("approval", "e"),
+}  # fmt: skip
+stood_at = st.dictionaries(
+    st.sampled_from(list(WAITS)), st.sampled_from([None, 0.0, 4.0, 25.0]), min_size=1, max_size=4
+).map(
+    lambda drawn: [
+        Wait(key, *WAITS[key], delay_s=7.0 if delay is None and WAITS[key][0] == "sleep" else delay)
+        for key, delay in drawn.items()
+    ]
+)
 
 
 class KernelMachine(RuleBasedStateMachine):
@@ -229,8 +248,8 @@ class KernelMachine(RuleBasedStateMachine):
         for run, item in zip(runs, taken, strict=True):
             assert item.lag_s == now - run.due
             run.start(now, host, token, lease)
-            waits = {key: None if key in run.passed else due - now for key, due in run.waits.items()}
-            assert (item.attempt, item.failures, item.waits) == (run.attempt, run.failures, waits)
+            assert (item.attempt, item.failures) == (run.attempt, run.failures)
+            assert item.waits == ({} if item.attempt == 1 else states(now, run.waits.values()))
             assert item.input == str(run.input)
         back = self.do(claim.read_back, kernel.session, owner=host, token=token)
         assert {(item.run_id, item.attempt) for item in back} == {
@@ -286,13 +305,48 @@ class KernelMachine(RuleBasedStateMachine):
     @rule(
         pick=index,
         stale=seldom,
-        waits=st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 4.0, 25.0]), min_size=1),
+        waits=stood_at,
     )
-    def park(self, pick: int, stale: bool, waits: dict[str, float]) -> None:
+    def park(self, pick: int, stale: bool, waits: list[Wait]) -> None:
         run, item = self.fence(pick, stale)
         expected = run.park(self.model.now, item.attempt, item.token, waits)
-        answer = self.twice(self.kernel.park, item, **waits)
+        answer = self.twice(self.kernel.park_on, item, *waits)
         assert (answer.answer, answer.status) == (expected, run.status)
+
+    @precondition(begun)
+    @rule(pick=index, stale=seldom, waits=stood_at)
+    def try_waits(self, pick: int, stale: bool, waits: list[Wait]) -> None:
+        run, item = self.fence(pick, stale)
+        expected = run.try_waits(self.model.now, item.attempt, item.token, waits)
+        answer = self.twice(self.kernel.try_waits, item, *waits)
+        assert answer.answer == ("lost" if expected is None else "done")
+        assert answer.states == states(self.model.now, expected or [])
+
+    @precondition(many_open)
+    @rule(
+        pick=index,
+        name=st.sampled_from(["e", "e", "f"]),
+        payload=st.sampled_from([{"approved": True}, {"approved": False}, "text", None]),
+        event_id=st.sampled_from(["1", "2", None, None, None]),
+    )
+    def send_event(self, pick: int, name: str, payload: Any, event_id: str | None) -> None:
+        run = self.run(pick)
+        event = EventModel(event_id or f"event-{self.token()}", name, payload, self.token())
+        named = event_id is not None
+        for _ in range(2):
+            expected = run.send(event)
+            (answer,) = self.do(
+                events.send,
+                self.kernel.session,
+                [events.Sending(run.run_id, name, json.dumps(payload), event.event_id, named, event.request)],
+            )
+            assert answer == expected
+
+    @precondition(lambda self: any(run.woken for run in self.model.runs.values()))
+    @rule()
+    def sweep_wakes(self) -> None:
+        woken = sum(run.wake(self.model.now) for run in self.model.runs.values() if run.woken)
+        assert self.do(self.kernel.sweep_wakes) == (woken, False)
 
     @precondition(begun)
     @rule(
@@ -584,11 +638,15 @@ class KernelMachine(RuleBasedStateMachine):
             found = (
                 row["status"], row["attempt"], row["lease_token"], row["lease_owner"], at(row["lease_expires_at"]),
                 at(row["due_at"]), row["appended"], row["failures"], row["crashes"], row["wait_key"], row["lane_rank"],
-                row["types"], row["marks"] or [], set(row["passed"] or ()),
+                row["types"], row["marks"] or [], row["passed"] or [], json.loads(row["got"] or "{}"),
+                row["taken"] or [], row["woken"],
             )  # fmt: skip
             assert found == (
                 run.status, run.attempt, run.token, run.owner, run.expires, run.due, run.appended, run.failures,
-                run.crashes, run.wait, run.rank, run.lifecycle.types, sorted(mark for _, mark in run.marks), run.passed,
+                run.crashes, run.wait, run.rank, run.lifecycle.types, sorted(mark for _, mark in run.marks),
+                sorted(key for key, wait in run.waits.items() if wait.done),
+                {wait.key: wait.got for wait in run.waits.values() if wait.got is not None},
+                [event.taken_by for event in run.events], run.woken,
             )  # fmt: skip
             assert lane_row(row) == lane_tuple(run.lifecycle)
         logs = {row["run_id"]: lane_row(row) for row in self.do(self.kernel.fetch, _LANES)}
@@ -607,6 +665,20 @@ class KernelMachine(RuleBasedStateMachine):
             for run in self.model.runs.values()
             for key, step in run.steps.items()
         }
+
+
+def states(now: float, waits: Iterable[WaitModel]) -> dict[str, WaitState]:
+    """Waits as the kernel tells of them."""
+    return {
+        wait.key: WaitState(
+            wait.kind,
+            wait.name,
+            wait.done,
+            None if wait.done or wait.due == NEVER else wait.due - now,
+            wait.got,
+        )
+        for wait in waits
+    }
 
 
 def at(moment: Any) -> float | None:

@@ -23,6 +23,7 @@ from sql import (
     claim,
     control,
     due,
+    events,
     facts,
     lanes,
     leases,
@@ -33,6 +34,7 @@ from sql import (
     schedules,
     settle,
     status,
+    waits,
 )
 from sql.calls import new_token
 from sql.types import Lane
@@ -48,7 +50,8 @@ MOST_ROWS = 1_000  # of what a call of five items reads; a full scan of any tabl
 CALLS_BEFORE = 7  # past the point where a session stops planning anew
 
 _TABLES = [
-    "runs", "facts", "attempts", "waits", "lanes", "cancellations", "ledger_runs", "ledger_logs", "hosts", "plays",
+    "runs", "facts", "attempts", "waits", "events", "wakes", "lanes", "cancellations", "ledger_runs", "ledger_logs",
+    "hosts", "plays",
     "unique_keys",
     "receipts",
     "schedules", "fires",
@@ -83,6 +86,9 @@ INSERT INTO @schema@.receipts (run_id, key, function, state, final, attempt, lea
         claimed_at, finished_at, output)
 SELECT run_id, 'step', 'work', 'completed', true, 1, 9, 1, 0, created_at, created_at, created_at, '1'
   FROM @schema@.runs WHERE run_id LIKE 'old-%';
+INSERT INTO @schema@.events (run_id, event_id, name, payload, created_at, wait_key)
+SELECT run_id, 'e' || n, 'answer', '1', created_at, CASE n WHEN 1 THEN 'nap' END
+  FROM @schema@.runs, generate_series(1, 2) AS n WHERE run_id LIKE 'old-%';
 INSERT INTO @schema@.lanes (run_id, receiver, last_seq, acked_seq, lane_due_at)
 SELECT run_id, '', 3, CASE WHEN run_id LIKE '%9' THEN 1 ELSE 3 END, lane_due_at
   FROM @schema@.runs WHERE run_id LIKE 'old-%';
@@ -274,6 +280,23 @@ async def _park(kernel: Kernel, batch: Batch) -> None:
     assert len(await kernel.claim(ITEMS, plays=["alpha"])) == ITEMS
 
 
+async def _wait_for_events(kernel: Kernel, batch: Batch) -> None:
+    answer = waits.Wait("answer", "event", "answer")
+    trials = [waits.Trial(item.run_id, item.attempt, item.token, [answer]) for item in batch.items]
+    assert not any(tried.states["answer"].done for tried in await waits.try_waits(kernel.session, trials))
+    await settle.park(kernel.session, batch.settlements("parked", waits=waits.waits_text([answer])))
+    sendings = [events.Sending(run_id, "answer", "1", "id", named=True) for run_id in batch.ids]
+    for _ in range(2):
+        assert set(await events.send(kernel.session, sendings)) == {"delivered"}
+    await kernel.fetchval("SELECT @schema@.send_event($1, '1', '{\"name\": \"answer\"}')", batch.ids[0])
+    assert await kernel.sweep_wakes() == (ITEMS, False)
+    claimed = await kernel.claim(ITEMS, plays=["alpha"])
+    assert [item.waits["answer"].payload for item in claimed] == ["1"] * ITEMS
+    for item in claimed:
+        assert await waits.read_payload(kernel.session, item.run_id, "answer") == "1"
+        assert (await events.read(kernel.session, item.run_id))[0].wait_key == "answer"
+
+
 async def _append(kernel: Kernel, batch: Batch) -> None:
     said = [saying(item, n, Lane(n % 2)) for item in batch.items for n in (2, 3)]
     for _ in range(2):
@@ -426,6 +449,7 @@ CALLS: dict[str, Call] = {
     "settle": _settle,
     "defer": _defer,
     "park": _park,
+    "wait for events": _wait_for_events,
     "append": _append,
     "cancel": _cancel,
     "cancel_run and sweep": _cancel_run_and_sweep,

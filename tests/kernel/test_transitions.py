@@ -93,13 +93,17 @@ async def test_a_wait_keeps_its_first_due_time_over_attempts(dsn: str, schema: s
         await kernel.park(item, a=10.0, b=30.0)
         await kernel.advance(10.0)
         (again,) = await kernel.claim()
-        assert again.waits == {"a": None, "b": 20.0}
+        assert {key: wait.left_s for key, wait in again.waits.items()} == {"a": None, "b": 20.0}
+        assert {key: wait.done for key, wait in again.waits.items()} == {"a": True, "b": False}
         await kernel.park(again, b=30.0)
         await kernel.advance(19.9)
         assert await kernel.claim() == []
         await kernel.advance(0.1)
         (last,) = await kernel.claim()
-        assert (last.attempt, last.waits) == (3, {"a": None, "b": None})
+        assert (last.attempt, {key: wait.done for key, wait in last.waits.items()}) == (
+            3,
+            {"a": True, "b": True},
+        )
         assert await kernel.fact_types(item.run_id) == [
             "run.created", "run.started", "run.waiting", "run.resumed", "run.started", "run.waiting", "run.resumed",
             "run.started",

@@ -40,7 +40,7 @@ _RULES = {
                WHEN 'run.requeued'  THEN before = 'run.started'
                WHEN 'run.waiting'   THEN before = 'run.started'
                WHEN 'run.completed' THEN before = 'run.started'
-               WHEN 'run.failed'    THEN before = 'run.started'
+               WHEN 'run.failed'    THEN before IN ('run.started', 'run.waiting')
                WHEN 'run.resumed'   THEN before = 'run.waiting'
                WHEN 'run.cancelled' THEN before IN ('run.created', 'run.started', 'run.requeued', 'run.waiting')
                ELSE false END""",
@@ -92,18 +92,45 @@ _RULES = {
         HAVING count(*) FILTER (WHERE a.outcome IN ('failed', 'retried')) <> r.failures
             OR count(*) FILTER (WHERE a.outcome = 'expired') <> r.crashes""",
     # --- due times and waits -------------------------------------------------------------------------
-    "somebody will look at every open run, and at no ended one": """
+    "somebody will look at every open run, unless only somebody else can wake it, and at no ended one": """
         SELECT run_id FROM runs
-         WHERE (due_at = 'infinity') <> (finished_at IS NOT NULL)
+         WHERE (due_at = 'infinity' AND status IN ('queued', 'running'))
+            OR (due_at <> 'infinity' AND finished_at IS NOT NULL)
             OR (status = 'running' AND due_at > lease_expires_at)""",
     "a parked run waits for a receipt that it has registered": """
         SELECT r.run_id FROM runs r LEFT JOIN waits c ON c.run_id = r.run_id AND c.key = r.wait_key
          WHERE (r.status = 'waiting') <> (r.wait_kind IS NOT NULL)
             OR (r.wait_kind IS NULL AND (r.wait_key IS NOT NULL OR r.wait_until IS NOT NULL))
-            OR (r.status = 'waiting' AND (c.due_at IS NULL OR c.due_at <> r.wait_until OR r.due_at <> r.wait_until))""",
-    "a wait is passed only after it was due, and on a run that has registered it": """
+            OR (r.status = 'waiting' AND ((c.kind, c.wait_seq) IS DISTINCT FROM (r.wait_kind, r.wait_seq)
+                                          OR r.wait_until IS DISTINCT FROM CASE c.kind WHEN 'sleep' THEN c.due_at END))
+        """,
+    "a parked run is due when the first of the waits that it stands at is, or before if one is over": """
+        SELECT r.run_id FROM runs r JOIN waits c ON c.run_id = r.run_id AND c.wait_seq = r.wait_seq
+         WHERE r.status = 'waiting'
+         GROUP BY r.run_id, r.due_at
+        HAVING CASE WHEN bool_or(c.done_at IS NOT NULL) THEN r.due_at = 'infinity'
+                    ELSE r.due_at <> coalesce(min(c.due_at), 'infinity') END""",
+    "a wait is passed by time only after it was due, by what it got otherwise, and on a run that has registered it": """
         SELECT c.run_id FROM waits c LEFT JOIN runs r ON r.run_id = c.run_id
-         WHERE r.run_id IS NULL OR c.done_at < c.due_at""",
+         WHERE r.run_id IS NULL
+            OR (c.done_at IS NOT NULL AND c.payload IS NULL AND (c.due_at IS NULL OR c.done_at < c.due_at))
+            OR (c.payload IS NOT NULL AND (c.done_at IS NULL OR c.kind = 'sleep'))
+            OR (c.kind = 'sleep' AND c.due_at IS NULL)""",
+    "an event is taken by one wait that has its name and its payload, and such a wait has one event": """
+        SELECT coalesce(c.run_id, e.run_id)
+          FROM (SELECT * FROM waits WHERE kind IN ('event', 'approval') AND payload IS NOT NULL) c
+          FULL JOIN (SELECT * FROM events WHERE wait_key IS NOT NULL) e ON e.run_id = c.run_id AND e.wait_key = c.key
+         WHERE (c.name, c.payload) IS DISTINCT FROM (e.name, e.payload)
+            OR (SELECT count(*) FROM events o WHERE o.run_id = e.run_id AND o.wait_key = e.wait_key) > 1""",
+    "nobody sleeps over what has come: a parked run that could go on stands at a wait that is over, or has a wake": """
+        SELECT r.run_id FROM runs r
+          JOIN waits c ON c.run_id = r.run_id AND c.wait_seq = r.wait_seq
+          LEFT JOIN runs k ON k.run_id = c.name AND c.kind = 'child'
+          LEFT JOIN events e ON e.run_id = r.run_id AND e.name = c.name AND e.wait_key IS NULL
+                            AND (c.kind = 'event' OR jsonb_typeof(e.payload -> 'approved') = 'boolean')
+         WHERE r.status = 'waiting' AND NOT EXISTS (SELECT 1 FROM wakes w WHERE w.run_id = r.run_id)
+         GROUP BY r.run_id
+        HAVING bool_and(c.done_at IS NULL) AND (count(e.run_id) > 0 OR count(k.finished_at) > 0)""",
     # --- steps ---------------------------------------------------------------------------------------
     "a receipt belongs to an attempt that there was, and what is held has no result": """
         SELECT c.run_id FROM receipts c LEFT JOIN runs r ON r.run_id = c.run_id
@@ -171,7 +198,18 @@ async def check_invariants(session: Session, *, ledger: bool = True) -> None:
         raise AssertionError("\n".join(f"broken: {name}: {runs[:5]}" for name, runs in broken.items()))
 
 
-_TABLES = ("runs", "facts", "attempts", "waits", "lanes", "receipts", "ledger_runs", "ledger_logs")
+_TABLES = (
+    "runs",
+    "facts",
+    "attempts",
+    "waits",
+    "events",
+    "wakes",
+    "lanes",
+    "receipts",
+    "ledger_runs",
+    "ledger_logs",
+)
 
 
 def _in_schema(text: str, schema: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from sql import admission, bundle, control, deployment, facts, lanes, leases, receipts, timers
+from sql import admission, bundle, control, deployment, events, facts, lanes, leases, receipts, timers, waits
 from sql import claim as claims
 from sql import settle as settling
 from sql.calls import new_token
@@ -174,6 +174,43 @@ class Kernel:
             [settling.Settlement(item.run_id, item.attempt, item.token, "parked", waits=json.dumps(waits))],
         )
         return answer
+
+    async def park_on(self, item: claims.Claimed, *standing: waits.Wait) -> settling.Settled:
+        """Park on waits of any kind."""
+        text = waits.waits_text(standing)
+        (answer,) = await settling.park(
+            self.session, [settling.Settlement(item.run_id, item.attempt, item.token, "parked", waits=text)]
+        )
+        return answer
+
+    async def try_waits(self, item: claims.Claimed, *standing: waits.Wait) -> waits.Tried:
+        """Stand at waits in memory."""
+        (answer,) = await waits.try_waits(
+            self.session, [waits.Trial(item.run_id, item.attempt, item.token, standing)]
+        )
+        return answer
+
+    async def send(
+        self, run_id: str, name: str = "e", payload: Any = None, *, event_id: str | None = None, **fields: Any
+    ) -> str:
+        """Send an event; an event id that the test gives counts as the caller's own."""
+        (answer,) = await events.send(
+            self.session,
+            [
+                events.Sending(
+                    run_id,
+                    name,
+                    json.dumps(payload),
+                    event_id or secrets.token_hex(8),
+                    event_id is not None,
+                    **fields,
+                )
+            ],
+        )
+        return answer
+
+    async def sweep_wakes(self, limit: int = 100) -> tuple[int, bool]:
+        return await waits.sweep(self.session, limit=limit)
 
     async def renew(self, item: claims.Claimed, lease_s: float = LEASE_S) -> leases.Renewal:
         (answer,) = await leases.renew(self.session, [item], lease_s=lease_s)

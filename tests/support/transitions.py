@@ -14,10 +14,12 @@ import attrs
 
 from sql import admission, array_input, claim, control, lanes, receipts
 from sql.types import Lane
+from sql.waits import Wait
 from tests.support.kernel import Kernel
 
 FENCE, LANE_TOKEN, NEW_FENCE, NEW_LANE_TOKEN, REQUEST = 11, 22, 33, 44, 55
 HELD = "held"  # the step that the first attempt has claimed
+ANSWER = Wait("answer", "event", "answer", 500.0)
 _START = "2030-01-01T00:00:00Z"
 _LANE_LEASE_S = 300.0  # outlives the lease of the attempt
 
@@ -29,6 +31,8 @@ SELECT jsonb_build_object(
     'waits', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.key) FROM @schema@.waits t WHERE t.run_id = $1),
     'receipts', (SELECT jsonb_agg(to_jsonb(t) - 'heartbeat_at' ORDER BY t.key)
                    FROM @schema@.receipts t WHERE t.run_id = $1),
+    'events', (SELECT jsonb_agg(to_jsonb(t) - 'seq' ORDER BY t.seq) FROM @schema@.events t WHERE t.run_id = $1),
+    'wakes', EXISTS (SELECT 1 FROM @schema@.wakes t WHERE t.run_id = $1),
     'lanes', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.lanes t WHERE t.run_id = $1),
     'cancellations', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.request_id)
                         FROM @schema@.cancellations t WHERE t.run_id = $1),
@@ -41,8 +45,9 @@ SELECT jsonb_build_object(
 class Situation:
     """What a transition asks of the run before it. None: whatever.
 
-    ``run``: absent, queued (for the second time), running, waiting (and due), or over (running, but its lease has
-    ended). ``lifecycle`` and ``observability``: the lane is free or leased. ``marked``: somebody has asked to cancel.
+    ``run``: absent, queued (for the second time), running, waiting (and due), asked (waiting for an event that has
+    come), or over (running, but its lease has ended). ``lifecycle`` and ``observability``: the lane is free or leased.
+    ``marked``: somebody has asked to cancel.
     """
 
     run: str | None = None
@@ -113,6 +118,9 @@ async def prepare_run(kernel: Kernel, situation: Situation, run_id: str) -> Subj
         await kernel.settle(taken, "retried")
     elif situation.run == "waiting":
         await kernel.park(taken, nap=5.0, long=500.0)
+    elif situation.run == "asked":
+        await kernel.park_on(taken, ANSWER, Wait("long", "sleep", delay_s=900.0))
+        await kernel.send(run_id, "answer", 42, event_id="first", request=REQUEST)
     for lane, wanted in (
         (Lane.LIFECYCLE, situation.lifecycle),
         (Lane.OBSERVABILITY, situation.observability),
@@ -146,6 +154,8 @@ async def clear_away(kernel: Kernel, subject: Subject) -> None:
         "facts",
         "attempts",
         "waits",
+        "events",
+        "wakes",
         "lanes",
         "receipts",
         "cancellations",
@@ -201,6 +211,24 @@ async def _defer(kernel: Kernel, subject: Subject) -> Any:
 
 async def _park(kernel: Kernel, subject: Subject) -> Any:
     return (await kernel.park(subject.fence, nap=7.0, tea=9.0)).answer
+
+
+async def _park_on_event(kernel: Kernel, subject: Subject) -> Any:
+    return (await kernel.park_on(subject.fence, ANSWER, Wait("tea", "sleep", delay_s=9.0))).answer
+
+
+async def _try_waits(kernel: Kernel, subject: Subject) -> Any:
+    return await kernel.try_waits(subject.fence, ANSWER, Wait("nap", "sleep", delay_s=0.0))
+
+
+async def _send_event(kernel: Kernel, subject: Subject) -> Any:
+    answer = await kernel.send(subject.run_id, "answer", 43, event_id="second", request=REQUEST)
+    # What the run does at the same time may make these change places.
+    return "sent" if answer in ("delivered", "kept") else answer
+
+
+async def _sweep_wakes(kernel: Kernel, _: Subject) -> Any:
+    await kernel.sweep_wakes()
 
 
 def _saying(lane: Lane) -> Transition:
@@ -320,6 +348,10 @@ TRANSITIONS = {
         *map(_settling, ("completed", "failed", "retried", "released", "deferred")),
         Transition("defer by outage", Situation(run="running"), _defer, ("busy",)),
         Transition("park", Situation(run="running"), _park, ("busy",)),
+        Transition("park on an event", Situation(run="running"), _park_on_event, ("busy",)),
+        Transition("try waits", Situation(run="running"), _try_waits, ("busy",)),
+        Transition("send event", Situation(), _send_event, ("busy", "missing")),
+        Transition("sweep wakes", Situation(run="asked"), _sweep_wakes, (None,)),
         _saying(Lane.LIFECYCLE),
         _saying(Lane.OBSERVABILITY),
         Transition("register array input", Situation(run="running"), _register, ("busy",)),

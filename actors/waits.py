@@ -1,0 +1,171 @@
+"""Waits: what live attempts wait for in memory, and who is woken.
+
+Owns the group commit of waits that a play stands at without being parked, and the sweep of wakes, which makes parked
+runs due. It never parks an attempt: its play's own rule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+import trio
+
+from actors.attempts import Attempt, Attempts, Why
+from actors.core import PASSING_FAULTS, Backoff, Life, Mailbox, Reply, commit_in_groups
+from actors.hints import Hints
+from sql import waits as door
+from sql.connection import Session, SessionOptions
+from sql.errors import ItemFault
+
+_BATCH = 500
+
+
+@attrs.define(slots=True, eq=False)
+class Stand:
+    """A wait at which a live attempt stands in memory, and where it hears that it is over.
+
+    ``dropped``: nobody stands there any more. ``ask_at``: trio time at which to ask again without being woken.
+    """
+
+    attempt: Attempt
+    wait: door.Wait
+    reply: Reply[door.WaitState] = attrs.field(factory=Reply)
+    dropped: bool = False
+    ask_at: float = 0.0
+
+    @property
+    def live(self) -> bool:
+        """Whether somebody stands there."""
+        return not self.dropped and self.attempt.why is None
+
+
+class Waits:
+    """Stands arrive in ``mailbox``, whose wake flag is the hint ``wake_waits``, and stay in flight until they are over.
+
+    ``backstop_s`` is the longest time between two looks at a stand, should every notification be lost.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        mailbox: Mailbox[Stand],
+        attempts: Attempts,
+        hints: Hints,
+        *,
+        backstop_s: float,
+    ) -> None:
+        self._options = options
+        self._mailbox = mailbox
+        self._attempts = attempts
+        self._hints = hints
+        self._backstop_s = backstop_s
+        self._locked = Backoff(first_s=0.005, max_s=1.0)
+
+    async def run(self, life: Life) -> None:
+        """Ask and sweep until the mailbox ends."""
+        standing: list[Stand] = []
+        sweep_at: float | None = None
+        async with life.session(self._options) as session:
+            life.ready()
+            while True:
+                await self._hints.wake_waits.wait(self._next_look(standing, sweep_at))
+                life.beat()
+                fresh = self._mailbox.take_nowait(_BATCH)
+                if self._mailbox.closed and not fresh:
+                    self._mailbox.done(standing)
+                    return
+                if len(self._mailbox):
+                    self._hints.wake_waits.set()
+                woken = self._hints.wakes.clear()
+                standing = await self._ask(session, standing + fresh, everybody=woken)
+                if woken or (sweep_at is not None and trio.current_time() >= sweep_at):
+                    sweep_at = await self._sweep(session)
+
+    @staticmethod
+    def _next_look(standing: Iterable[Stand], sweep_at: float | None) -> float | None:
+        times = [stand.ask_at for stand in standing]
+        if sweep_at is not None:
+            times.append(sweep_at)
+        return min(times, default=None)
+
+    async def _sweep(self, session: Session) -> float | None:
+        """Make parked runs due; when to look again, if wakes are left."""
+        woken, remaining = await door.sweep(session, limit=_BATCH)
+        if woken:
+            self._hints.everywhere(["runs"])
+        if not remaining:
+            return None
+        if woken:
+            self._locked.reset()
+        return trio.current_time() + self._locked.next()
+
+    # --- stands --------------------------------------------------------------------------------------
+
+    async def _ask(self, session: Session, stands: Sequence[Stand], *, everybody: bool) -> list[Stand]:
+        """Ask for those that are due (or all), and return the ones that still stand."""
+        self._mailbox.done([stand for stand in stands if not stand.live])
+        stands = [stand for stand in stands if stand.live]
+        now = trio.current_time()
+        by_attempt: dict[int, list[Stand]] = {}
+        for stand in stands:
+            if everybody or stand.ask_at <= now:
+                by_attempt.setdefault(id(stand.attempt), []).append(stand)
+        await commit_in_groups(
+            list(by_attempt.values()), lambda groups: self._try(session, groups), fail=self._refuse
+        )
+        return [stand for stand in stands if not stand.reply.done]
+
+    async def _try(self, session: Session, groups: Sequence[list[Stand]]) -> None:
+        trials = [
+            door.Trial(
+                stands[0].attempt.run_id,
+                stands[0].attempt.attempt,
+                stands[0].attempt.token,
+                [stand.wait for stand in stands],
+            )
+            for stands in groups
+        ]
+        answers = await door.try_waits(session, trials)
+        busy = False
+        for stands, answer in zip(groups, answers, strict=True):
+            if answer.answer == "lost":
+                self._lost(stands)
+            elif answer.answer == "busy":
+                busy = True
+                self._later(stands)
+            else:
+                for stand in stands:
+                    self._tried(stand, answer.states[stand.wait.key])
+        if not busy:
+            self._locked.reset()
+
+    def _tried(self, stand: Stand, state: door.WaitState) -> None:
+        if state.done:
+            self._mailbox.done([stand])
+            stand.reply.set_result(state)
+            return
+        left_s = self._backstop_s if state.left_s is None else min(state.left_s, self._backstop_s)
+        # The database's clock decides: asked a moment too early, it is asked again.
+        stand.ask_at = trio.current_time() + max(left_s, 0.001)
+
+    def _later(self, stands: Iterable[Stand]) -> None:
+        ask_at = trio.current_time() + self._locked.next()
+        for stand in stands:
+            stand.ask_at = ask_at
+
+    def _lost(self, stands: Sequence[Stand]) -> None:
+        attempt = stands[0].attempt
+        if self._attempts.get(attempt.run_id) is attempt and attempt.holds_slot:
+            self._attempts.lose(attempt, Why.LOST)
+        self._mailbox.done(stands)
+        for stand in stands:
+            stand.dropped = True
+
+    def _refuse(self, stands: list[Stand], fault: ItemFault) -> None:
+        if isinstance(fault, PASSING_FAULTS):
+            self._later(stands)
+            return
+        self._mailbox.done(stands)
+        for stand in stands:
+            stand.reply.set_error(fault)
