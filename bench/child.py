@@ -21,6 +21,8 @@ CHILDREN = {
     "latency": "bench.latency:sampled",
     "idle": "bench.idle:watched",
     "host": "bench.takeover:host",
+    "delivery": "bench.delivery:delivered",
+    "receiver": "bench.delivery:received",
     "bridge": "bench.bridge:crossed",
 }
 

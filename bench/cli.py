@@ -16,7 +16,7 @@ import click
 import trio
 
 from actors.core import leaves
-from bench import bridge, drain, idle, kernel, latency, takeover, throughput
+from bench import bridge, delivery, drain, idle, kernel, latency, takeover, throughput
 from bench.figures import Report, console, show, show_json
 from bench.place import server
 from sql.errors import RunlaneError
@@ -101,6 +101,28 @@ def kernel_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
 def drain_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
     """A backlog of queued runs, by one host, with delivery beside it."""
     _measure(partial(drain.run, **options), dsn, as_json)
+
+
+@cli.command("delivery")
+@click.option(
+    "--runs",
+    type=_RUNS,
+    default=3_000,
+    show_default=True,
+    help="Runs of five facts in the backlog of a case.",
+)
+@_rounds(3)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.5, 60.0),
+    default=4.0,
+    show_default=True,
+    help="How long lag is sampled in a case, at 100 runs/s.",
+)
+@_scenario
+def delivery_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
+    """Facts to a ledger: in the database, as deliveries, and over HTTP to a receiver."""
+    _measure(partial(delivery.run, **options), dsn, as_json)
 
 
 @cli.command("latency")

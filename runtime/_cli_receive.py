@@ -72,6 +72,16 @@ _IDLE_S = 30.0
 @click.option("--prove-url", help="Instead of its database: the health server of one of the runtime's hosts.")
 @click.option("--no-proof", is_flag=True, help="Do not prove leases: believe whoever has a dispatch token.")
 @click.option(
+    "--max-facts", type=click.IntRange(1, 1_000), default=8, show_default=True, help="Facts in a delivery."
+)
+@click.option(
+    "--max-deliveries",
+    type=click.IntRange(1, 1_000),
+    default=200,
+    show_default=True,
+    help="Deliveries in a request.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(LOG_LEVELS, case_sensitive=False),
     help="Least level logged.  [RUNLANE_LOG_LEVEL]",
@@ -97,8 +107,8 @@ def receive(
         raise ConfigError("a receiver needs a secret: set RUNLANE_RECEIVE_SECRET")
     logs.configure(config.log_level)
 
-    def announce(receiver: Receiver) -> None:
-        line = {"event": "ready", "pid": os.getpid(), "url": receiver.origin, "schema": schema}
+    def announce(receiver: Receiver, port: int) -> None:
+        line = {"event": "ready", "pid": os.getpid(), "url": receiver.origin, "port": port, "schema": schema}
         if settings.as_json:
             show.print_json(line)
         else:
@@ -126,6 +136,8 @@ def _receiver(ledger: SessionOptions, options: dict[str, Any]) -> Receiver:
         prove_in=prove_in,
         prove_at=options["prove_url"],
         unproven=options["no_proof"],
+        max_facts=options["max_facts"],
+        max_deliveries=options["max_deliveries"],
     )
 
 
@@ -136,7 +148,7 @@ async def _serve(receiver: Receiver, host: str, port: int, unnamed: bool, announ
     def on_bound(actual: int) -> None:
         if unnamed:
             receiver.be(f"http://{f'[{host}]' if ':' in host else host}:{actual}")
-        announce(receiver)
+        announce(receiver, actual)
 
     async def watch(task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

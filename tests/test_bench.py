@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import bridge, children, drain, idle, kernel, latency, takeover, throughput
+from bench import bridge, children, delivery, drain, idle, kernel, latency, takeover, throughput
 from bench.cli import cli
 from bench.figures import BenchFailed, Figure, Report, all_checks, median, quantile, shown
 from tests.support import servers
@@ -93,6 +93,17 @@ async def test_latency_takes_its_steps_in_order(tidy: str) -> None:
             for step in ("handler started", "durable terminal", "in the ledger")
         )
         assert 0 < started < ended < delivered < 10_000
+
+
+async def test_delivery_compares_ledgers(tidy: str) -> None:
+    cases = [
+        case for case in delivery.CASES if case.name.startswith(("in the", "deliveries, 1", "HTTP 8x200, 4"))
+    ]
+    report = await delivery.run(tidy, runs=40, rounds=1, seconds=0.2, cases=cases)
+    found = figures(report)
+    assert report.sound, report.checks
+    assert len(found) == 9
+    assert all(value > 0 for value in found.values())
 
 
 async def test_idle_counts_statements_and_wakeups(tidy: str) -> None:

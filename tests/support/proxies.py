@@ -6,6 +6,7 @@ gives, which also marks when its connection is made and at work.
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 import struct
@@ -146,6 +147,76 @@ async def actor_proxy(dsn: str) -> AsyncIterator[ActorProxy]:
             partial(trio.serve_tcp, proxy.serve, 0, host="127.0.0.1")
         )
         proxy.port = listeners[0].socket.getsockname()[1]
+        try:
+            yield proxy
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+# --- any protocol ------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class FaultyProxy:
+    """Forwards TCP to ``port`` of this machine, and harms each exchange with the given chances.
+
+    ``lost_answers``: the request arrives, the answer does not; ``lost_requests``: not even the request; ``slow``: the
+    answer comes ``slow_s`` later. What goes on is cut when ``refuses`` is set.
+    """
+
+    port: int
+    chance: random.Random
+    lost_answers: float = 0.0
+    lost_requests: float = 0.0
+    slow: float = 0.0
+    slow_s: float = 1.0
+    refuses: bool = False
+    own_port: int = 0
+    harmed: int = 0
+
+    async def serve(self, client: trio.SocketStream) -> None:
+        """One connection."""
+        try:
+            if self.refuses:
+                raise _Cut
+            server = await trio.open_tcp_stream("127.0.0.1", self.port)
+            async with server, trio.open_nursery() as nursery:
+                nursery.start_soon(self._pump, client, server, True)
+                await self._pump(server, client, False)
+                nursery.cancel_scope.cancel()
+        except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError, _Cut):
+            if client.socket.fileno() >= 0:
+                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        finally:
+            client.socket.close()
+
+    async def _pump(self, source: trio.SocketStream, target: trio.SocketStream, asks: bool) -> None:
+        async for data in source:
+            if self.refuses or self._happens(self.lost_requests if asks else self.lost_answers):
+                raise _Cut
+            if not asks and self._happens(self.slow):
+                await trio.sleep(self.slow_s)
+            await target.send_all(data)
+
+    def _happens(self, chance: float) -> bool:
+        happens = self.chance.random() < chance
+        self.harmed += happens
+        return happens
+
+
+class _Cut(Exception):
+    """The proxy ends a connection."""
+
+
+@asynccontextmanager
+async def faulty_proxy(chance: random.Random) -> AsyncIterator[FaultyProxy]:
+    """A proxy on a port of its own; set ``port`` before anything connects."""
+    proxy = FaultyProxy(0, chance)
+    async with trio.open_nursery() as nursery:
+        listeners: list[trio.SocketListener] = await nursery.start(
+            partial(trio.serve_tcp, proxy.serve, 0, host="127.0.0.1")
+        )
+        proxy.own_port = listeners[0].socket.getsockname()[1]
         try:
             yield proxy
         finally:

@@ -75,9 +75,11 @@ class ReceiverProcess:
 
     dsn: str
     schema: str
+    origin: str | None = None
     port: int = 0
     url: str = ""
     process: subprocess.Popen[str] | None = None
+    busy: trio.Lock = attrs.field(factory=trio.Lock)
 
     async def start(self) -> None:
         """Start it and wait until it listens."""
@@ -85,6 +87,7 @@ class ReceiverProcess:
             *(sys.executable, "-m", "runtime", "receive", "--json"),
             *("--dsn", self.dsn, "--schema", f"l{self.schema}", "--port", str(self.port)),
             *("--prove-schema", self.schema),
+            *([] if self.origin is None else ["--origin", self.origin]),
         ]
         self.process = await trio.to_thread.run_sync(
             partial(
@@ -100,13 +103,17 @@ class ReceiverProcess:
         )
         assert self.process.stdout is not None
         line = await trio.to_thread.run_sync(self.process.stdout.readline)
-        self.url = json.loads(line)["url"]
-        self.port = int(self.url.rpartition(":")[2])
+        hello = json.loads(line)
+        self.url, self.port = hello["url"], hello["port"]
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it lives."""
+        if self.process is not None and self.process.poll() is None:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, now."""
-        if self.process is not None and self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         if self.process is not None:
             self.process.wait(10)
             if self.process.stdout is not None:
