@@ -69,25 +69,24 @@ def test_a_secret_can_be_replaced_while_both_are_in_use() -> None:
     both.check(mint(OTHER, **RUN), "r")
 
 
-@pytest.mark.parametrize(
-    ("token", "reason"),
-    [
+def test_what_is_no_token_of_ours_is_refused() -> None:
+    claims = {"aud": HERE, "iss": "runlane", "iat": 1, "exp": 9e9, **RUN}
+    without_end = {name: value for name, value in claims.items() if name != "exp"}
+    for token, reason in (
         (None, "there is no dispatch token"),
         ("", "there is no dispatch token"),
         ("what", "not valid"),
         (mint(SECRET, **RUN, now=time.time() - 400), "has expired"),
         (mint(SECRET, **RUN, now=time.time() + 400), "not valid"),
         (mint(SECRET, **RUN)[:-4], "not valid"),
-        (unsigned({"aud": HERE, "iss": "runlane", "exp": 9e9, "iat": 1, **RUN}), "not valid"),
-        (jwt.encode({"aud": HERE, "iss": "runlane", "iat": 1, **RUN}, SECRET), "not valid"),
-        (jwt.encode({"aud": HERE, "iss": "me", "iat": 1, "exp": 9e9, **RUN}, SECRET), "not valid"),
-        (jwt.encode({"aud": HERE, "iss": "runlane", "iat": 1, "exp": 9e9, **RUN}, SECRET), "another scope"),
-        (jwt.encode({"aud": HERE}, SECRET * 2, algorithm="HS512"), "not valid"),
-    ],
-)
-def test_what_is_no_token_of_ours_is_refused(token: str | None, reason: str) -> None:
-    with pytest.raises(TokenRefused, match=reason):
-        verifier.check(token, "r")
+        (unsigned(claims), "not valid"),
+        (jwt.encode(without_end, SECRET), "not valid"),
+        (jwt.encode({**claims, "iss": "me"}, SECRET), "not valid"),
+        (jwt.encode(claims, SECRET), "another scope"),
+        (jwt.encode(claims, SECRET * 2, algorithm="HS512"), "not valid"),
+    ):
+        with pytest.raises(TokenRefused, match=reason):
+            verifier.check(token, "r")
 
 
 def test_no_secret_is_shown() -> None:

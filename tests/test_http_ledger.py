@@ -270,8 +270,8 @@ async def test_every_answer_has_its_outcome(answer: Said, kind: Any, said: str) 
     [
         ("7", 7.0, 7.0),
         ("0", 0.0, 0.0),
-        (email.utils.formatdate(time.time() + 60, usegmt=True), 30.0, 61.0),
-        (email.utils.formatdate(time.time() - 60, usegmt=True), 0.0, 0.0),
+        ("in a minute", 30.0, 61.0),
+        ("a minute ago", 0.0, 0.0),
         ("999999999999999999999999", 1e8, 1e9),
     ],
 )
@@ -279,6 +279,9 @@ async def test_every_answer_has_its_outcome(answer: Said, kind: Any, said: str) 
 async def test_retry_after_in_seconds_or_as_a_date(
     status: int, header: str, least: float, most: float
 ) -> None:
+    dates = {"in a minute": time.time() + 60, "a minute ago": time.time() - 60}
+    if header in dates:
+        header = email.utils.formatdate(dates[header], usegmt=True)
     outcome = await outcome_of(Answer(status, headers={"retry-after": header}))
     assert isinstance(outcome, LedgerRetry)
     assert outcome.after is not None
