@@ -7,13 +7,14 @@ run into a free slot of its own host. It never checks a payload: the host's door
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import trio
 
 from actors.attempts import Attempts, Start
 from actors.core import Backoff, EndOfMailbox, Life, Mailbox, Portion, Reply, commit_in_groups
+from actors.delivery import FIRST_LEASE_S, Firsts
 from actors.hints import Hints
 from sql import admission as door
 from sql.claim import Claimed
@@ -51,7 +52,8 @@ class _Place:
 
 class Admit:
     """Messages arrive in ``mailbox``. ``hosted(play)`` says whether this host runs a play; ``caught_up()`` whether
-    nothing older waits, so that a new run may go straight into a free slot."""
+    nothing older waits, so that a new run may go straight into a free slot. ``firsts``: by receiver, the short way of
+    first facts to ledgers of this host."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Admit:
         environment: str | None,
         hosted: Callable[[str], bool],
         caught_up: Callable[[], bool],
+        firsts: Mapping[str, Firsts],
     ) -> None:
         self._options = options
         self._mailbox = mailbox
@@ -79,6 +82,7 @@ class Admit:
         self._environment = environment
         self._hosted = hosted
         self._caught_up = caught_up
+        self._firsts = firsts
         self._portion = Portion(_BATCH)
 
     async def run(self, life: Life) -> None:
@@ -120,6 +124,7 @@ class Admit:
         """Admit what these places hold; those whose key an open transaction holds are returned."""
         busy: list[_Place] = []
         reserved = self._reserve(places)
+        self._lease_firsts(places)
         started = 0
 
         async def commit(group: Sequence[_Place]) -> None:
@@ -137,15 +142,24 @@ class Admit:
                     environment=self._environment,
                 )
             claims: dict[float, list[Claimed]] = defaultdict(list)
+            firsts: dict[tuple[str, float], list[tuple[str, int]]] = defaultdict(list)
             for place, answer in zip(group, answers, strict=True):
+                item, asked_at = place.item, place.message.asked_at or now
                 if answer.outcome == "busy":
-                    place.item.claim = False  # not in: it may come in any way the next time
+                    item.claim, item.lane_lease_s = (
+                        False,
+                        None,
+                    )  # not in: it may come in any way the next time
                     busy.append(place)
                     continue
                 place.item.claim = answer.claimed  # what counts against a limit is queued instead
                 if answer.claimed:
-                    claims[place.message.asked_at or now].append(_claimed(place.item))
+                    claims[asked_at].append(_claimed(item))
+                if answer.created and item.lane_lease_s is not None:
+                    firsts[item.receiver, asked_at].append((item.run_id, item.request))
                 self._answered(place, answer)
+            for (receiver, asked_at), leases in firsts.items():
+                self._firsts[receiver].hand_over(leases, asked_at)
             for asked_at, claimed in claims.items():
                 started += len(claimed)
                 self._start(claimed, asked_at)
@@ -181,6 +195,15 @@ class Admit:
         self._attempts.reserved += reserved
         return reserved
 
+    def _lease_firsts(self, places: Sequence[_Place]) -> None:
+        """Mark whose first fact goes straight to its ledger: as many as that takes now."""
+        rooms = {receiver: firsts.room() for receiver, firsts in self._firsts.items()}
+        for place in places:
+            item = place.item
+            if item.lane_lease_s is None and place.message.asked_at is None and rooms.get(item.receiver, 0):
+                item.lane_lease_s = FIRST_LEASE_S
+                rooms[item.receiver] -= 1
+
     def _answered(self, place: _Place, answer: door.Admitted) -> None:
         message = place.message
         message.answers[place.index] = answer
@@ -208,8 +231,9 @@ class Admit:
             self._hints.started.set()
         if any(place.item.replaces for place in places):
             self._hints.everywhere(["control"])  # requests to cancel may be recorded
-        if left:
+        if any(place.item.lane_lease_s is None for place in places):
             self._hints.lanes.set()
+        if left:
             self._hints.runs.set()
             if len(left) > self._attempts.free or not all(self._hosted(item.play) for item in left):
                 self._hints.elsewhere("runs")

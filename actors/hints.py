@@ -11,6 +11,34 @@ from collections.abc import Iterable
 from actors.core import WakeFlag
 
 
+class LaneHints:
+    """What one outbox waits for: ``lanes`` or ``logs`` to deliver (lifecycle, observability), ``started``: a run that
+    will soon have more to tell, and ``given_up``: a lane that this host could not deliver in time, for others first."""
+
+    def __init__(self) -> None:
+        self.wake = WakeFlag()
+        self.lanes = WakeFlag(forward=self.wake)
+        self.logs = WakeFlag(forward=self.wake)
+        self.started = WakeFlag(forward=self.wake)
+        self.given_up = WakeFlag(forward=self.wake)
+
+
+class Flags:
+    """Flags that are set as one."""
+
+    def __init__(self) -> None:
+        self._flags: list[WakeFlag] = []
+
+    def add(self, flag: WakeFlag) -> None:
+        """One more."""
+        self._flags.append(flag)
+
+    def set(self) -> None:
+        """Set all."""
+        for flag in self._flags:
+            flag.set()
+
+
 class Hints:
     """One flag per cause, each of which also wakes the actor that waits for it.
 
@@ -25,10 +53,10 @@ class Hints:
         self.runs = WakeFlag(forward=self.wake_claim)
         self.freed = WakeFlag(forward=self.wake_claim)  # a slot
 
-        self.wake_outbox = WakeFlag()
-        self.lanes = WakeFlag(forward=self.wake_outbox)
-        self.logs = WakeFlag(forward=self.wake_outbox)  # on an observability lane
-        self.started = WakeFlag(forward=self.wake_outbox)  # a run that will soon have more to tell
+        # One of each per outbox: see LaneHints.
+        self.lanes = Flags()
+        self.logs = Flags()
+        self.started = Flags()
 
         self.wake_leases = WakeFlag()
         self.renew = WakeFlag(forward=self.wake_leases)  # now: somebody may have lost one
@@ -53,9 +81,17 @@ class Hints:
         self.to_send = WakeFlag()
         self._outgoing: set[str] = set()
 
+    def outbox(self) -> LaneHints:
+        """The flags of one more outbox."""
+        own = LaneHints()
+        self.lanes.add(own.lanes)
+        self.logs.add(own.logs)
+        self.started.add(own.started)
+        return own
+
     def here(self, kind: str) -> None:
         """Wake this host's actor of that kind."""
-        flag: WakeFlag = getattr(self, kind)
+        flag: WakeFlag | Flags = getattr(self, kind)
         flag.set()
         if kind == "control":
             # A cancellation shows first as a lost lease.

@@ -16,7 +16,13 @@ from runtime.context import Context, SyncContext  # noqa: E402
 from runtime.executor import PlayTimedOut  # noqa: E402
 from runtime.handle import Handle  # noqa: E402
 from runtime.http_ledger import HttpLedger  # noqa: E402
-from runtime.ledger import Ledger, LedgerNotCurrent, LedgerRejected, LedgerRetry, MemoryLedger  # noqa: E402
+from runtime.ledger import (  # noqa: E402
+    Ledger,
+    LedgerNotCurrent,
+    LedgerRejected,
+    LedgerRetry,
+    MemoryLedger,
+)
 from runtime.plays import Play, play  # noqa: E402
 from runtime.postgres_ledger import PostgresLedger  # noqa: E402
 from runtime.schedules import Schedule  # noqa: E402

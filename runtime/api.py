@@ -11,7 +11,7 @@ import logging
 import math
 import signal
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -126,13 +126,15 @@ class Verbs:
         terminal_receiver: str | None = None,
         array_input_receiver: str | None = None,
         concurrency_key: str | None = None,
+        receiver: str | None = None,
     ) -> Handle:
         """Admit a run, durably, and return its handle.
 
         ``play`` may be another host's, by name. ``run_id`` (default: a new one) and ``idempotency_key`` (per
         organisation and play) make the call safe to repeat: the same play and input give the existing run.
         ``priority`` is from -2 to 2, higher first. ``delay`` (seconds) or ``at`` (a moment with a time zone) say when
-        it is due. ``labels`` are for finding runs.
+        it is due. ``labels`` are for finding runs. ``receiver`` names the ledger that gets the run's facts, of those
+        that ``Runtime.open`` was given; default is the host's own.
 
         ``unique_key`` (per organisation and play) lets one run at a time have it: until that run has ended, or for
         ``unique_for_s`` seconds from its submit. While another run holds it, ``on_conflict`` decides: "reject" (the
@@ -165,6 +167,7 @@ class Verbs:
             terminal_receiver=terminal_receiver,
             array_input_receiver=array_input_receiver,
             concurrency_key=concurrency_key,
+            receiver=receiver,
         )
         (handle,) = await self.submit_many([item])
         return handle
@@ -459,19 +462,26 @@ class Runtime(Verbs):
         plays: Iterable[Play] = (),
         schedules: Iterable[Schedule] = (),
         ledger: Ledger | None = None,
+        receivers: Mapping[str, Ledger] | None = None,
         codec: JsonCodec | None = None,
+        on_delivery: Callable[[Sequence[str], Sequence[float]], None] | None = None,
     ) -> AsyncIterator[Runtime]:
         """Bring the schema up to date, start the actors, and stop them in order at the end of the block.
 
         ``schedules`` are created or changed, as by ``schedule``, before the block begins; one that is no longer among
         them stays until it is deleted.
 
-        ``config`` None reads ``RUNLANE_*`` variables. ``ledger`` None keeps a read model in the same database. An error
+        ``config`` None reads ``RUNLANE_*`` variables. ``ledger`` None keeps a read model in the same database;
+        ``receivers`` are further ledgers by the name that ``submit`` is given. ``on_delivery(types, lags_s)`` is told
+        the type of each fact that a ledger has acknowledged and the seconds from its commit until then, on the
+        database clock; it must not block, and what it raises is logged. An error
         of the block leaves it unwrapped. A host that gives up cancels the block and raises HostFailed.
 
         At the end, running plays get ``grace_s``; then every lease is handed back within ``release_budget_s``.
         """
-        async with cls._opened(config, plays, ledger, codec, deploy=True) as runtime:
+        async with cls._opened(
+            config, plays, ledger, codec, receivers=receivers, on_delivery=on_delivery, deploy=True
+        ) as runtime:
             for item in schedules:
                 await runtime._schedules.put(item)
             yield runtime
@@ -485,6 +495,8 @@ class Runtime(Verbs):
         ledger: Ledger | None,
         codec: JsonCodec | None,
         *,
+        receivers: Mapping[str, Ledger] | None = None,
+        on_delivery: Callable[[Sequence[str], Sequence[float]], None] | None = None,
         deploy: bool,
     ) -> AsyncIterator[Runtime]:
         config = RuntimeConfig.from_env() if config is None else config
@@ -492,7 +504,15 @@ class Runtime(Verbs):
         async with contextlib.AsyncExitStack() as stack:
             if config.dsn is None:
                 config = attrs.evolve(config, dsn=await _embedded(stack, config))
-            host = await composition.compose(config, registered, ledger, codec or JsonCodec(), deploy=deploy)
+            host = await composition.compose(
+                config,
+                registered,
+                ledger,
+                codec or JsonCodec(),
+                receivers=receivers,
+                on_delivery=on_delivery,
+                deploy=deploy,
+            )
             runtime = cls(host)
             async with trio.open_nursery() as nursery:
                 await runtime._start(nursery)
@@ -561,7 +581,7 @@ class Runtime(Verbs):
             self._health_port = port
             started.started()
 
-        gatekeeper = self._host.gatekeeper
+        gatekeepers = self._host.gatekeepers
         try:
             await serve_health(
                 self._host.view,
@@ -570,7 +590,7 @@ class Runtime(Verbs):
                 on_bound=on_bound,
                 shutdown=self._stopped,
                 grace_s=_HEALTH_GRACE_S,
-                more=[] if gatekeeper is None else [proof_route(gatekeeper, self._host.prove)],
+                more=[proof_route(gatekeepers, self._host.prove)] if gatekeepers else [],
             )
         except RunlaneError as exc:
             self._course.fail(exc)

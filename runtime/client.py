@@ -22,6 +22,7 @@ from runtime.config import RuntimeConfig
 from runtime.embedded import EmbeddedServer
 from runtime.host import session_options
 from runtime.link import ActorLink
+from runtime.routes import Routes
 from runtime.submit import Submissions, buckets_from
 from runtime.sync import SyncVerbs
 from sql import admission, control, deployment, due, events, status
@@ -118,7 +119,7 @@ class _LineLink:
     def __init__(self, config: RuntimeConfig, codec: JsonCodec) -> None:
         channels = [channel(config.schema, "terminals")] if config.notify else []
         self.config = config
-        self.submissions = Submissions(config, codec, {}, buckets_from(self.ask, config))
+        self.submissions = Submissions(config, codec, {}, buckets_from(self.ask, config), Routes(None, {}))
         self.line = Line(session_options(config), "sync client", channels=channels)
         self._watched: Counter[str] = Counter()
         self._ends: dict[str, Terminal] = {}

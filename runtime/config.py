@@ -172,6 +172,9 @@ class RuntimeConfig:
     delivery_prefix: int = attrs.field(default=8, validator=_whole(1, 1_000))
     """Facts in one delivery at most."""
     delivery_timeout_s: float = attrs.field(default=15.0, validator=_seconds())
+    inline_delivery_ms: int = attrs.field(default=250, validator=_whole(0, 4_000))
+    """What a ledger outside of the database gets to take a new run's first fact straight from its admission, before
+    it is left to the lane actors. 0: always leave it to them."""
 
     # Health and logs
     health_host: str = attrs.field(default="127.0.0.1", validator=_text(255, optional=False))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 
 import trio
@@ -14,13 +15,22 @@ import trio
 from actors.delivery import Outcome, Room, Tell
 from runtime import wire
 from runtime.codec import scrub
-from runtime.ledger import AppendOutcome, Ledger, LedgerRejected, LedgerRetry, LimitedLedger, takes_batches
+from runtime.ledger import (
+    AppendOutcome,
+    Ledger,
+    LedgerNotCurrent,
+    LedgerRejected,
+    LedgerRetry,
+    LimitedLedger,
+    takes_batches,
+)
 from sql.lanes import Prefix
 from sql.types import Delivery, Fact
 
 log = logging.getLogger("runlane.deliver")
 
 _DELIVERED = Outcome("delivered")
+_GIVEN_UP = Outcome("given_up")
 _REASON_BYTES = 2_000
 _LONGEST_RETRY_S = 86_400.0
 # Lanes of one turn: many where one call takes them all, few where each is a call of its own.
@@ -36,11 +46,21 @@ def delivery_of(prefix: Prefix) -> Delivery:
             prefix.seqs, prefix.types, prefix.payloads, prefix.created_ats, strict=True
         )
     )
-    key = wire.delivery_key(prefix.run_id, prefix.lane, prefix.seqs[0], prefix.through)
+    key = wire.delivery_key(prefix.run_id, prefix.lane, prefix.seqs[0], prefix.through, prefix.generation)
     digest = wire.digest_of(
         key, ((fact.seq, fact.type, fact.created_at.isoformat(), fact.payload) for fact in facts)
     )
-    return Delivery(prefix.run_id, prefix.lane, facts, key, prefix.attempt, digest, prefix.token)
+    return Delivery(
+        prefix.run_id,
+        prefix.lane,
+        facts,
+        key,
+        prefix.attempt,
+        digest,
+        prefix.token,
+        prefix.generation,
+        prefix.passed,
+    )
 
 
 class Deliveries:
@@ -61,8 +81,11 @@ class Deliveries:
         limits = self._ledger.limits
         return Room(min(self._usual.lanes, limits.deliveries), min(self._usual.facts, limits.facts))
 
-    async def __call__(self, prefixes: Sequence[Prefix], tell: Tell) -> None:
-        """Tell the outcome of each prefix: of all together from a batch, else of each as soon as it is there."""
+    async def __call__(self, prefixes: Sequence[Prefix], tell: Tell, deadline: float = math.inf) -> None:
+        """Tell the outcome of each prefix: of all together from a batch, else of each as soon as it is there.
+
+        ``deadline`` (trio time) is the sender's: what has no answer by then is given up.
+        """
         deliveries: list[tuple[Prefix, Delivery]] = []
         for prefix in prefixes:
             try:
@@ -72,29 +95,29 @@ class Deliveries:
                 tell([(prefix, Outcome("rejected", reason=reason))])
 
         async def one(prefix: Prefix, delivery: Delivery) -> None:
-            tell([(prefix, await self._one(delivery))])
+            tell([(prefix, await self._one(delivery, deadline))])
 
         if not takes_batches(self._ledger):
             async with trio.open_nursery() as nursery:
                 for prefix, delivery in deliveries:
                     nursery.start_soon(one, prefix, delivery)
         elif deliveries:
-            answers = await self._many([delivery for _, delivery in deliveries])
+            answers = await self._many([delivery for _, delivery in deliveries], deadline)
             tell([(prefix, answer) for (prefix, _), answer in zip(deliveries, answers, strict=True)])
 
-    async def _one(self, delivery: Delivery) -> Outcome:
+    async def _one(self, delivery: Delivery, deadline: float) -> Outcome:
         try:
-            with trio.move_on_after(self._timeout_s):
+            with trio.move_on_at(self._until(deadline)):
                 await self._ledger.append(delivery)
                 return _DELIVERED
         except Exception as exc:  # the ledger is the user's: whatever it raises is its answer
             return _outcome(exc)
-        return self._too_slow()
+        return self._too_slow(deadline)
 
-    async def _many(self, deliveries: Sequence[Delivery]) -> Sequence[Outcome]:
+    async def _many(self, deliveries: Sequence[Delivery], deadline: float) -> Sequence[Outcome]:
         assert takes_batches(self._ledger)
         try:
-            with trio.move_on_after(self._timeout_s):
+            with trio.move_on_at(self._until(deadline)):
                 answers = await self._ledger.append_many(deliveries)
                 if len(answers) != len(deliveries):
                     reason = f"append_many answered {len(answers)} outcomes for {len(deliveries)} deliveries"
@@ -102,9 +125,14 @@ class Deliveries:
                 return [_answer(answer) for answer in answers]
         except Exception as exc:
             return [_outcome(exc)] * len(deliveries)
-        return [self._too_slow()] * len(deliveries)
+        return [self._too_slow(deadline)] * len(deliveries)
 
-    def _too_slow(self) -> Outcome:
+    def _until(self, deadline: float) -> float:
+        return min(deadline, trio.current_time() + self._timeout_s)
+
+    def _too_slow(self, deadline: float) -> Outcome:
+        if trio.current_time() >= deadline:
+            return _GIVEN_UP
         return Outcome("retry", reason=f"no answer within {self._timeout_s:g} s")
 
 
@@ -117,6 +145,8 @@ def _outcome(error: Exception) -> Outcome:
     if isinstance(error, LedgerRetry):
         after_s = None if error.after is None else min(error.after, _LONGEST_RETRY_S)
         return Outcome("retry", after_s, scrub(str(error), _REASON_BYTES))
+    if isinstance(error, LedgerNotCurrent):
+        return Outcome("not_current", reason=scrub(str(error.reason), _REASON_BYTES))
     if isinstance(error, LedgerRejected):
         return Outcome("rejected", reason=scrub(str(error.reason), _REASON_BYTES))
     return Outcome("retry", reason=scrub(f"{type(error).__name__}: {error}", _REASON_BYTES))

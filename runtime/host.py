@@ -24,14 +24,14 @@ from actors.attempts import Attempt, Attempts
 from actors.claim import Claim
 from actors.control import CancelRequest, Control, EventRequest
 from actors.core import Actor, ChildSpec, Mailbox, Reply, Supervisor, Together
-from actors.delivery import Turn
+from actors.delivery import Firsts, GivenUp, Observe
 from actors.executors import Executors
 from actors.facts import Facts
 from actors.hints import Hints
 from actors.lanes import LaneActor
 from actors.leases import Leases
 from actors.listener import Listener
-from actors.outbox import InDatabaseOutbox, Outbox
+from actors.outbox import Carrier, InDatabaseOutbox, Outbox
 from actors.rates import Acquire, Rates, Release
 from actors.schedules import Adoption, Change, Schedules
 from actors.settle import Settle
@@ -50,13 +50,15 @@ from runtime.ledger import HostedLedger, Ledger
 from runtime.metrics import Metrics
 from runtime.plays import Play
 from runtime.postgres_ledger import PostgresLedger
+from runtime.routes import Route, Routes
 from runtime.submit import Submissions, buckets_from
 from runtime.view import Reports, View
-from sql import admission, deployment, lanes, proof, status, waits
+from sql import admission, deployment, proof, status, waits
 from sql.array_input import Intent
 from sql.claim import Buckets
 from sql.connection import SessionOptions, open_session
 from sql.errors import OutcomeUnknown, RunlaneError
+from sql.lanes import OWN_LEDGER
 from sql.proof import Claimed
 from sql.settle import Settled, Settlement
 from sql.types import TERMINAL_STATUSES
@@ -69,7 +71,12 @@ T = TypeVar("T")
 # Runs of one delivery turn inside the database.
 _TURN_IN_DATABASE = 400
 _PREFIX_IN_DATABASE = 100
-_RECEIVERS = (lanes.OWN_LEDGER,)
+# A turn goes on with its lanes' next prefixes for so long: what then still comes lets others have their turn. Shorter
+# where urgent lanes wait for this very carrier.
+_CONTINUE_S = 1.0
+_CONTINUE_EXPRESS_S = 0.05
+# Turns of a carrier that wait: one, and first facts from admissions that did not see it.
+_MOST_TURNS = 8
 _BLOCKED_AFTER_S = 2.0
 _MOST_WAITING = 2_000
 # What a stop gives an actor that has only a statement to finish.
@@ -94,7 +101,7 @@ class Host:
     executors: Executors
     supervisor: Supervisor
     view: View
-    gatekeeper: Gatekeeper | None
+    gatekeepers: Sequence[Gatekeeper]
 
     async def prove(self, claims: Sequence[Claimed]) -> Sequence[bool]:
         """Whether somebody holds these lanes now."""
@@ -110,17 +117,22 @@ async def compose(
     ledger: Ledger | None,
     codec: JsonCodec,
     *,
+    receivers: Mapping[str, Ledger] | None = None,
+    on_delivery: Observe | None = None,
     deploy: bool = True,
 ) -> Host:
     """Make sure of the schema, register this host, and put its actors together. Starts nothing.
 
+    ``receivers`` are ledgers beside ``ledger``, by name. ``on_delivery`` is told of acknowledged facts.
     ``deploy`` brings the schema up to date; without it one that is not raises SchemaNotReady.
     """
+    own = ledger or (PostgresLedger() if plays else None)
+    routes = Routes(own, receivers or {})
     owner = secrets.randbits(62) + 1
     identity = _identity(config, owner, plays)
     options = session_options(config)
     buckets = await _register(options, config, plays, identity, deploy)
-    return _Composition(config, plays, codec, owner, options, buckets).host(identity, ledger)
+    return _Composition(config, plays, codec, owner, options, buckets, routes, on_delivery).host(identity)
 
 
 class _Composition:
@@ -134,6 +146,8 @@ class _Composition:
         owner: int,
         options: SessionOptions,
         buckets: Mapping[str, Mapping[int, int]],
+        routes: Routes,
+        on_delivery: Observe | None,
     ) -> None:
         self.config = config
         self.plays = plays
@@ -141,11 +155,13 @@ class _Composition:
         self.owner = owner
         self.options = options
         self.buckets = buckets
+        self.routes = routes
+        self.firsts: dict[str, Firsts] = {}
         self.hints = hints = Hints()
         self.attempts = Attempts(config.slots, config.lease_s, freed=hints.freed, added=hints.added)
         self.waiters = Waiters()
         self.metrics = Metrics()
-        self.reports = Reports(self.metrics)
+        self.reports = Reports(self.metrics, on_delivery)
         # Endings, sayings and stands are bounded by the attempts that can have any, and none may be refused.
         self.endings: Mailbox[Settlement] = Mailbox("settle", sys.maxsize)
         self.sayings: Mailbox[Attempt] = Mailbox("facts", sys.maxsize)
@@ -206,17 +222,18 @@ class _Composition:
             guard=self.attempts.guard,
         )
 
-    def host(self, identity: Mapping[str, Any], ledger: Ledger | None) -> Host:
+    def host(self, identity: Mapping[str, Any]) -> Host:
         """The host. Actors start in this order and stop in the reverse: new work first, leases late, ears last."""
         children = [
             _child("watchdog", self.watchdog, stop=_nothing),
             _child("listener", self.listener, stop=self.hints.to_send.set),
         ]
-        if self.plays or ledger is not None:
+        if self.routes.receivers:
             children.append(_child("watch", self._watch(), self.queries))
             if self.plays:
                 children += self._custody()
-            children += self._delivery(ledger or PostgresLedger())
+            for route in self.routes:
+                children += self._delivery(route)
             # Both are rare: one connection is enough for them.
             desk = Together(self.options, [self._control(), ArrayInput(self.options, self.intents)])
             children.append(_child("control", desk, self.requests, self.intents))
@@ -252,11 +269,13 @@ class _Composition:
             requests=self.requests,
             queries=self.queries,
             changes=self.changes,
-            submissions=Submissions(self.config, self.codec, self.plays, self._buckets_of),
+            submissions=Submissions(self.config, self.codec, self.plays, self._buckets_of, self.routes),
             executors=self.executors,
             supervisor=supervisor,
             view=view,
-            gatekeeper=ledger.gatekeeper if isinstance(ledger, HttpLedger) else None,
+            gatekeepers=[
+                route.ledger.gatekeeper for route in self.routes if isinstance(route.ledger, HttpLedger)
+            ],
         )
 
     # --- groups of actors, in start order --------------------------------------------------------------
@@ -282,51 +301,67 @@ class _Composition:
             _child("timers", timers, stop=hints.timers.set),
         ]
 
-    def _delivery(self, ledger: Ledger) -> list[ChildSpec]:
-        """The outbox and, for a ledger outside of the database, its lane actors."""
-        config, hints = self.config, self.hints
+    def _delivery(self, route: Route) -> list[ChildSpec]:
+        """The outbox of one ledger and, if that is outside of the database, its lane actors."""
+        config, ledger, own = self.config, route.ledger, self.hints.outbox()
+        suffix = f"-{route.name}" if route.name else ""
         children: list[ChildSpec] = []
         if isinstance(ledger, PostgresLedger) and ledger.in_database:
             turns = InDatabaseOutbox(
                 self.options,
-                hints,
-                receivers=_RECEIVERS,
+                own,
+                receivers=route.receivers,
                 limit=_TURN_IN_DATABASE,
                 prefix=_PREFIX_IN_DATABASE,
                 observe=self.reports.delivered,
             )
-            return [_child("outbox", turns, stop=hints.wake_outbox.set)]
+            return [_child(f"outbox{suffix}", turns, stop=own.wake.set)]
         if isinstance(ledger, HostedLedger):
             ledger.use(self.options)
-            children.append(_child("ledger", ledger, *ledger.mailboxes))
+            children.append(_child(f"ledger{suffix}", ledger, *ledger.mailboxes))
         deliver = Deliveries(ledger, timeout_s=config.delivery_timeout_s, facts=config.delivery_prefix)
-        carriers: list[Mailbox[Turn]] = [
-            Mailbox(f"lane-{number}", 1) for number in range(1, config.lane_actors + 1)
+        given_up = GivenUp()
+        several = config.lane_actors > 1
+        carriers = [
+            Carrier(Mailbox(f"lane-{number}{suffix}", _MOST_TURNS), express=several and number == 1)
+            for number in range(1, config.lane_actors + 1)
         ]
         for carrier in carriers:
             lane_actor = LaneActor(
                 self.options,
-                carrier,
-                hints,
+                carrier.mailbox,
+                own,
+                self.hints,
+                given_up,
                 deliver,
                 room=deliver.room,
                 lease_s=config.lane_lease_s,
                 delivery_timeout_s=config.delivery_timeout_s,
+                continue_s=_CONTINUE_EXPRESS_S if carrier.express or not several else _CONTINUE_S,
                 release_budget_s=config.release_budget_s,
                 observe=self.reports.delivered,
             )
             children.append(
-                _child(carrier.name, lane_actor, carrier, cancel_budget_s=config.release_budget_s)
+                _child(
+                    carrier.mailbox.name,
+                    lane_actor,
+                    carrier.mailbox,
+                    cancel_budget_s=config.release_budget_s,
+                )
             )
         outbox = Outbox(
             self.options,
-            hints,
+            own,
+            given_up,
             carriers,
-            receivers=_RECEIVERS,
+            receivers=route.receivers,
             room=deliver.room,
             lease_s=config.lane_lease_s,
         )
-        children.append(_child("outbox", outbox, stop=hints.wake_outbox.set))
+        children.append(_child(f"outbox{suffix}", outbox, stop=own.wake.set))
+        if config.inline_delivery_ms:
+            first = Firsts(carriers[0].mailbox, deliver.room, config.inline_delivery_ms / 1000)
+            self.firsts.update(dict.fromkeys(route.receivers, first))
         return children
 
     def _control(self) -> Control:
@@ -371,6 +406,7 @@ class _Composition:
             environment=self.config.environment,
             hosted=self.plays.__contains__,
             caught_up=lambda: self.claim.caught_up,
+            firsts=self.firsts,
         )
 
     def _schedules(self) -> Schedules:
@@ -394,7 +430,7 @@ class _Composition:
             self.hints,
             host=self.owner,
             buckets=[bucket for by_priority in self.buckets.values() for bucket in by_priority.values()],
-            receivers=_RECEIVERS,
+            receivers=self.routes.receivers or (OWN_LEDGER,),
             backstop_s=config.backstop_s,
             notify=config.notify and not ears.pooled,
         )

@@ -1,6 +1,6 @@
 """The ledger contract: who receives a run's facts, and how it says what became of them.
 
-Owns the protocol, its two answers and the in-memory ledger. It never claims or acknowledges anything: the
+Owns the protocol, its answers and the in-memory ledger. It never claims or acknowledges anything: the
 outbox does.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 import attrs
 
 from actors.core import Life, Mailbox
+from runtime import ids
 from runtime.codec import preview
 from sql.connection import SessionOptions
 from sql.errors import InputRefused, RunlaneError
@@ -62,9 +63,12 @@ AppendOutcome: TypeAlias = LedgerRetry | LedgerRejected | LedgerNotCurrent | Non
 class Ledger(Protocol):
     """Receives deliveries: at least once each, in order per run and lane.
 
-    ``append`` returns when the facts are durable. It raises LedgerRetry, LedgerRejected or LedgerNotCurrent; any
-    other error counts as a failed delivery and is tried again with backoff. Applying the same delivery again must have
+    ``append`` returns when the facts are durable. It raises LedgerRetry, LedgerRejected or LedgerNotCurrent; any other
+    error counts as a failed delivery and is tried again with backoff. Applying the same delivery again must have
     no further effect: ``delivery_key`` and each fact's ``seq`` tell.
+
+    A ledger that has a ``receiver`` (text, such as its address) gets all facts of the runs that its host admits, from
+    whichever host has a ledger with the same ``receiver``; without one they go to each host's own ledger.
     """
 
     async def append(self, delivery: Delivery) -> None:
@@ -126,17 +130,26 @@ def takes_batches(ledger: Ledger) -> TypeGuard[BatchLedger]:
     return isinstance(ledger, BatchLedger)
 
 
+def receiver_of(ledger: Ledger) -> str | None:
+    """The ledger's ``receiver``, if it has one. Raises InputRefused for one that runs cannot carry."""
+    return ids.check_receiver("ledger.receiver", getattr(ledger, "receiver", None))
+
+
 @attrs.define(slots=True)
 class _Log:
-    facts: list[Fact] = attrs.field(factory=list)
+    """Facts by seq, in order. ``generation`` is that of the latest delivery."""
+
+    facts: dict[int, Fact] = attrs.field(factory=dict)
     digests: dict[str, str] = attrs.field(factory=dict)
+    generation: int = 0
+    last: int = 0
 
 
 class MemoryLedger:
     """Keeps everything in memory: for tests and for trying things out. Nothing is ever dropped.
 
-    Idempotent by delivery key and seq; a delivery that leaves a gap, is out of order, or differs from what
-    is already here is rejected. ``deliveries`` lists what arrived, repeated or rejected ones included;
+    Idempotent by delivery key and seq; a delivery that leaves a gap which is not meant, is out of order, or differs
+    from what is already here is rejected. ``deliveries`` lists what arrived, repeated or rejected ones included;
     ``repeated`` counts facts that arrived again.
     """
 
@@ -156,7 +169,7 @@ class MemoryLedger:
     def facts(self, run_id: str, lane: Lane | None = None) -> tuple[Fact, ...]:
         """The facts of a run in order: those of one lane, or the lifecycle's followed by the others."""
         lanes = sorted(Lane) if lane is None else [lane]
-        return tuple(fact for one in lanes for fact in self._log(run_id, one).facts)
+        return tuple(fact for one in lanes for fact in self._log(run_id, one).facts.values())
 
     def run_ids(self) -> tuple[str, ...]:
         """Every run that has facts here, in order of arrival."""
@@ -178,28 +191,30 @@ class MemoryLedger:
         problem = _problem(delivery, log)
         if problem is not None:
             raise LedgerRejected(f"{delivery.delivery_key}: {problem}")
-        known = len(log.facts)
-        new = [fact for fact in delivery.facts if fact.seq > known]
+        new = [fact for fact in delivery.facts if fact.seq > log.last]
         self.repeated += len(delivery.facts) - len(new)
-        log.facts.extend(new)
+        log.facts.update((fact.seq, fact) for fact in new)
+        log.last = max(log.last, delivery.facts[-1].seq)
+        log.generation = max(log.generation, delivery.generation)
         log.digests[delivery.delivery_key] = delivery.digest
         self._logs[delivery.run_id, delivery.lane] = log
 
 
 def _problem(delivery: Delivery, log: _Log) -> str | None:
-    """Why the delivery cannot be applied to the log, or None. ``log.facts[n]`` has seq ``n + 1``."""
+    """Why the delivery cannot be applied to the log, or None."""
     if not delivery.facts:
         return "it has no facts"
     if log.digests.get(delivery.delivery_key, delivery.digest) != delivery.digest:
         return "the same delivery key came with another digest"
-    first, known = delivery.facts[0].seq, len(log.facts)
-    if first < 1 or first > known + 1:
-        return f"expected seq {known + 1}, got {first}"
+    first = delivery.facts[0].seq
+    gap_is_meant = delivery.generation > log.generation or first - delivery.passed <= log.last + 1
+    if first < 1 or (first > log.last + 1 and not gap_is_meant):
+        return f"expected seq {log.last + 1}, got {first}"
     for expected, fact in enumerate(delivery.facts, first):
         if (fact.run_id, fact.lane) != (delivery.run_id, delivery.lane):
             return f"it holds a fact of another run or lane ({fact.run_id}, {fact.lane.label})"
         if fact.seq != expected:
             return f"expected seq {expected}, got {fact.seq}"
-        if expected <= known and fact != log.facts[expected - 1]:
+        if fact != log.facts.get(expected, fact):
             return f"the fact with seq {expected} differs from the one already here"
     return None

@@ -18,6 +18,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sql.types import FACT_TYPES
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The content type of ``Metrics.render()``."""
 
@@ -189,7 +191,7 @@ class Metrics:
     def observe_delivery(self, type_name: str, lags_s: Sequence[float]) -> None:
         """The lags of acknowledged facts of one type, in seconds; made for many at once."""
         if lags_s:
-            self._delivery_lag.observe(type_name, lags_s)
+            self._delivery_lag.observe(type_name if type_name in FACT_TYPES else "other", lags_s)
 
     # --- figures that somebody counted in the database ---
 

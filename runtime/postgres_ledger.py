@@ -9,17 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import trio
 
 from actors.core import EndOfMailbox, Life, Mailbox, Reply
 from runtime.ledger import AppendOutcome, LedgerRejected
 from sql import lanes
-from sql.connection import SessionOptions
+from sql.connection import Session, SessionOptions
 from sql.types import Delivery, Lane
+
+_Prefix = tuple[Lane, str, int, int]
+"""Lane, run id, first and last fact."""
+
+
+def _prefix(delivery: Delivery) -> _Prefix:
+    return delivery.lane, delivery.run_id, delivery.facts[0].seq, delivery.facts[-1].seq
 
 
 @attrs.define(slots=True, eq=False)
 class _Application:
+    """Deliveries and where their answers go. ``given_up``: nobody waits for these any more."""
+
     deliveries: Sequence[Delivery]
+    given_up: bool = False
     reply: Reply[Sequence[AppendOutcome]] = attrs.field(factory=Reply)
 
 
@@ -55,7 +66,11 @@ class PostgresLedger:
         """Apply each delivery on its own merits; one outcome each."""
         application = _Application(deliveries)
         await self.mailbox.send(application)
-        return await application.reply.wait()
+        try:
+            return await application.reply.wait()
+        except trio.Cancelled:
+            application.given_up = True
+            raise
 
     async def run(self, life: Life) -> None:
         """Apply what arrives until the mailbox ends. Hosted as an actor when not ``in_database``."""
@@ -68,22 +83,28 @@ class PostgresLedger:
                 except EndOfMailbox:
                     return
                 life.beat()
-                deliveries = [delivery for item in applications for delivery in item.deliveries]
-                applied: set[tuple[Lane, str]] = set()
-                for lane in Lane:
-                    mine = [
-                        (delivery.run_id, delivery.facts[0].seq, delivery.facts[-1].seq)
-                        for delivery in deliveries
-                        if delivery.lane is lane
-                    ]
-                    if mine:
-                        done, _ = await lanes.apply(session, lane, mine)
-                        applied |= {(lane, run_id) for run_id in done}
-                for item in applications:
+                wanted = [item for item in applications if not item.given_up]
+                applied = await self._apply(session, [one for item in wanted for one in item.deliveries])
+                for item in wanted:
                     item.reply.set_result([self._outcome(delivery, applied) for delivery in item.deliveries])
                 self.mailbox.done(applications)
 
-    def _outcome(self, delivery: Delivery, applied: set[tuple[Lane, str]]) -> AppendOutcome:
-        if (delivery.lane, delivery.run_id) in applied:
+    async def _apply(self, session: Session, deliveries: Sequence[Delivery]) -> set[_Prefix]:
+        """Apply, and answer what the read model has now."""
+        applied: set[_Prefix] = set()
+        left = dict.fromkeys(map(_prefix, deliveries))  # one that was given up may be here with the next try
+        while left:
+            # One prefix per lane and call: a later one of the same lane wants to find the first applied.
+            now = {(lane, run_id): (first, last) for lane, run_id, first, last in reversed(left)}
+            for lane in Lane:
+                items = [(run_id, *ends) for (of, run_id), ends in now.items() if of is lane]
+                if items:
+                    done, _ = await lanes.apply(session, lane, items)
+                    applied |= {(lane, *item) for item in items if item[0] in done}
+            left = dict.fromkeys(prefix for prefix in left if now[prefix[:2]] != prefix[2:])
+        return applied
+
+    def _outcome(self, delivery: Delivery, applied: set[_Prefix]) -> AppendOutcome:
+        if _prefix(delivery) in applied:
             return None
         return LedgerRejected("the ledger has not applied this run's earlier facts")

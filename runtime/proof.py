@@ -110,9 +110,12 @@ class GatewayProver:
 
 
 def proof_route(
-    gatekeeper: Gatekeeper, prove: Callable[[Sequence[Claimed]], Awaitable[Sequence[bool]]]
+    gatekeepers: Sequence[Gatekeeper], prove: Callable[[Sequence[Claimed]], Awaitable[Sequence[bool]]]
 ) -> Route:
-    """``POST /v1/lanes/proof``: whether lanes are held, for a receiver that cannot reach the database."""
+    """``POST /v1/lanes/proof``: whether lanes are held, for a receiver that cannot reach the database.
+
+    Each ledger of the host has a gatekeeper; whoever one of them lets in is answered.
+    """
 
     async def answer(request: Request) -> Response:
         content = await read_body(request, _BODY_BYTES)
@@ -122,7 +125,7 @@ def proof_route(
             return json_response({"error": str(error)}, 400)
         try:
             for claim, token in asked:
-                gatekeeper.check(request.headers.get("authorization"), token, claim.run_id)
+                _check(gatekeepers, request.headers.get("authorization"), token, claim.run_id)
         except TokenRefused as error:
             return json_response({"error": str(error)}, 401)
         try:
@@ -133,6 +136,19 @@ def proof_route(
         return json_response({"proven": list(proven)})
 
     return Route(wire.LANES_PROOF, answer, methods=["POST"])
+
+
+def _check(
+    gatekeepers: Sequence[Gatekeeper], authorization: str | None, token: str | None, run_id: str
+) -> None:
+    refused: TokenRefused | None = None
+    for gatekeeper in gatekeepers:
+        try:
+            gatekeeper.check(authorization, token, run_id)
+            return
+        except TokenRefused as error:
+            refused = error
+    raise refused or TokenRefused("this host delivers to no receiver")
 
 
 def _asked(content: bytes) -> list[tuple[Claimed, str | None]]:

@@ -16,6 +16,7 @@ from runtime import ids
 from runtime.codec import JsonCodec, preview
 from runtime.config import RuntimeConfig
 from runtime.plays import NAME_PATTERN, Play
+from runtime.routes import Routes
 from sql import admission
 from sql.admission import Admitted, Submission
 from sql.connection import Session
@@ -47,6 +48,7 @@ class Submit:
     terminal_receiver: str | None = None
     array_input_receiver: str | None = None
     concurrency_key: str | None = None
+    receiver: str | None = None
 
 
 BucketsOf = Callable[[str], Awaitable[Mapping[int, int] | None]]
@@ -70,15 +72,22 @@ def buckets_from(
 
 
 class Submissions:
-    """Checks submits of one runtime. ``plays`` are its own; others are looked up with ``buckets_of``."""
+    """Checks submits of one runtime. ``plays`` are its own; others are looked up with ``buckets_of``. ``routes`` say
+    which ledgers it has for the facts of what is submitted here."""
 
     def __init__(
-        self, config: RuntimeConfig, codec: JsonCodec, plays: Mapping[str, Play], buckets_of: BucketsOf
+        self,
+        config: RuntimeConfig,
+        codec: JsonCodec,
+        plays: Mapping[str, Play],
+        buckets_of: BucketsOf,
+        routes: Routes,
     ) -> None:
         self._config = config
         self._codec = codec
         self._plays = plays
         self._buckets_of = buckets_of
+        self._routes = routes
         self._buckets: dict[str, Mapping[int, int]] = {}
 
     async def prepare(self, item: Submit) -> Submission:
@@ -97,6 +106,7 @@ class Submissions:
         priority = ids.check_priority(item.priority)
         delay_s, at = ids.check_when(item.delay, item.at)
         labels = ids.check_labels(item.labels)
+        receiver = self._routes.receiver(item.receiver)
         return Submission(
             run_id=ids.new_run_id() if item.run_id is None else ids.check_run_id(item.run_id),
             named=item.run_id is not None,
@@ -108,6 +118,7 @@ class Submissions:
             idempotency_key=ids.check_idempotency_key(item.idempotency_key),
             delay_s=delay_s or None,
             at=at,
+            receiver=receiver,
             labels=None
             if not labels
             else self._codec.encode(labels, what="labels", limit_bytes=65_536, max_depth=2),

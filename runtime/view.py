@@ -7,6 +7,8 @@ somebody reads metrics.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ import trio
 
 from actors.attempts import Attempts
 from actors.core import Supervisor
+from actors.delivery import Observe
 from actors.listener import Listener
 from actors.watchdog import Watchdog
 from runtime.metrics import Metrics
@@ -26,9 +29,12 @@ from sql.settle import Settled, Settlement
 from sql.status import Backlog
 from sql.types import TERMINAL_STATUSES
 
+log = logging.getLogger("runlane.view")
+
 # Counted again only when somebody looks and the figures are older than this.
 _BACKLOG_AGE_S = 15.0
 _COUNT_S = 1.0
+_OBSERVER_LOG_EVERY_S = 60.0
 
 
 @attrs.define(eq=False)
@@ -106,10 +112,22 @@ class View:
 
 
 class Reports:
-    """Where actors report what happened, run by run; kept as plain counts until somebody reads metrics."""
+    """Where actors report what happened, run by run; kept as plain counts until somebody reads metrics.
 
-    def __init__(self, metrics: Metrics) -> None:
+    ``on_delivery`` is the user's: what it raises is logged, once a minute at most, and changes nothing.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        on_delivery: Observe | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._metrics = metrics
+        self._on_delivery = on_delivery
+        self._clock = clock
+        self._observer_failures = 0
+        self._observer_logged_at = -math.inf
         self._claimed: Counter[str] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
         self._released = 0
@@ -136,6 +154,23 @@ class Reports:
         for type_, lags in by_type.items():
             self._metrics.observe_delivery(type_, lags)
         self._metrics.delivered("acknowledged", len(types))
+        if types and self._on_delivery is not None:
+            try:
+                self._on_delivery(types, lags_s)
+            except Exception as exc:  # the observer is the user's: a delivery does not depend on it
+                self._observer_failed(exc)
+
+    def _observer_failed(self, error: Exception) -> None:
+        self._observer_failures += 1
+        now = self._clock()
+        if now - self._observer_logged_at >= _OBSERVER_LOG_EVERY_S:
+            self._observer_logged_at = now
+            log.error(
+                "event=delivery_observer_failed failures=%d error=%r",
+                self._observer_failures,
+                f"{type(error).__name__}: {error}",
+                exc_info=error,
+            )
 
     def flush(self) -> None:
         """Bring the metrics up to date."""

@@ -86,7 +86,7 @@ def encode(delivery: Delivery) -> bytes:
         # As text: it has more bits than many a JSON reader gives a number.
         "lease_token": str(delivery.token),
         "generation": delivery.generation,
-        "passed": getattr(delivery, "passed", 0),
+        "passed": delivery.passed,
         "facts": [
             {
                 "seq": fact.seq,

@@ -6,6 +6,7 @@ happened at the host's own door.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
@@ -21,7 +22,8 @@ class Submission:
 
     ``named``: the caller chose ``run_id``. ``replaces``: it may leave a request to cancel another run behind.
     ``request`` recognises the run when the call is made again after a lost answer, and is the lease token if
-    ``claim`` (admit as already claimed by this host).
+    ``claim`` (admit as already claimed by this host). ``receiver`` gets its facts; the first of them is admitted as
+    out for delivery under the token ``request`` if ``lane_lease_s``.
     """
 
     run_id: str
@@ -37,7 +39,9 @@ class Submission:
     labels: str | None = None
     extras: str | None = None
     replaces: bool = False
+    receiver: str = ""
     claim: bool = False
+    lane_lease_s: float | None = None
     request: int = attrs.field(factory=new_token)
 
 
@@ -82,7 +86,7 @@ async def admit(
         [item.at for item in items],
         [item.labels for item in items],
         [item.input for item in items],
-        [item.extras for item in items],
+        [_extras(item) for item in items],
         [item.request for item in items],
         [item.claim for item in items],
         owner,
@@ -93,6 +97,17 @@ async def admit(
     )
     answers = sorted(rows, key=lambda row: row["ord"])
     return [Admitted(row["outcome"], row["run_id"], row["created"], row["claimed"]) for row in answers]
+
+
+def _extras(item: Submission) -> str | None:
+    if not item.receiver and item.lane_lease_s is None:
+        return item.extras
+    extras = {} if item.extras is None else json.loads(item.extras)
+    if item.receiver:
+        extras["receiver"] = item.receiver
+    if item.lane_lease_s is not None:
+        extras["lane_lease_s"] = item.lane_lease_s
+    return json.dumps(extras)
 
 
 async def play_buckets(

@@ -48,8 +48,18 @@ SET enable_mergejoin = off
 SET enable_bitmapscan = off"""
 
 _LANES = {
-    Lane.LIFECYCLE: {"@lane@": "lifecycle", "@table@": "runs", "@number@": "0"},
-    Lane.OBSERVABILITY: {"@lane@": "observability", "@table@": "lanes", "@number@": "1"},
+    Lane.LIFECYCLE: {
+        "@lane@": "lifecycle",
+        "@table@": "runs",
+        "@number@": "0",
+        "@bound@": "CASE WHEN l.terminal_receiver <> l.receiver THEN l.terminal_seq - 1 END",
+    },
+    Lane.OBSERVABILITY: {
+        "@lane@": "observability",
+        "@table@": "lanes",
+        "@number@": "1",
+        "@bound@": "NULL::integer",
+    },
 }
 
 

@@ -1,12 +1,13 @@
 """Door of the concern lanes: the outbox's claims, acknowledgements and hand-backs, for either lane.
 
-Owns the typed calls of the lane functions. It never calls a ledger.
+Owns the typed calls of the lane functions. It never calls a ledger; what operators do to lanes is ``sql.journal``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 import attrs
 
@@ -15,11 +16,19 @@ from sql.connection import Session
 from sql.types import Lane
 
 OWN_LEDGER = ""
+"""The receiver of runs that name none: whatever each host has as its own ledger."""
+
+LEAST_URGENT = 3
+"""The highest rank: progress and logs. 0 is an admission, 1 an end, 2 a wait that people can see."""
 
 
 @attrs.define(slots=True)
 class Prefix:
-    """A lane's frozen prefix under a lease: facts in order, as columns. ``payloads`` are JSON text."""
+    """A lane's frozen prefix under a lease: facts in order, as columns. ``payloads`` are JSON text.
+
+    ``generation`` counts the skips of its lane, ``passed`` the facts without effect right before it. ``leased_at`` is
+    set by whoever holds the lease: a moment on its own clock, before the lease was asked for.
+    """
 
     run_id: str
     lane: Lane
@@ -29,6 +38,9 @@ class Prefix:
     types: Sequence[str]
     payloads: Sequence[str]
     created_ats: Sequence[datetime]
+    generation: int = 0
+    passed: int = 0
+    leased_at: float = 0.0
 
     @property
     def through(self) -> int:
@@ -53,15 +65,16 @@ class Acknowledged:
 class HandBack:
     """The end of a delivery turn without an acknowledgement.
 
-    ``delay_s`` 0 gives the lane back at once, above 0 schedules the next try; ``reason`` blocks it; ``unsent``: the
-    prefix never left, so its attempt is not counted.
+    ``ending``: ``failed`` (counts), ``blocked`` (until an operator decides; ``reason`` says why), ``given_up`` (by its
+    sender: does not count, but it may have arrived) or ``unsent`` (does not count, and thaws if this turn froze it).
+    ``delay_s``: the earliest next delivery.
     """
 
     run_id: str
     token: int
+    ending: str
     delay_s: float = 0.0
     reason: str | None = None
-    unsent: bool = False
 
 
 @attrs.frozen
@@ -80,6 +93,21 @@ def _name(lane: Lane, verb: str) -> str:
     return f"{lane.label}_{verb}"
 
 
+def _prefix(run_id: str, lane: Lane, token: int, row: Any) -> Prefix:
+    return Prefix(
+        run_id,
+        lane,
+        token,
+        row["attempt"],
+        row["seqs"],
+        row["types"],
+        row["payloads"],
+        row["created_ats"],
+        row["generation"],
+        row["passed"],
+    )
+
+
 async def claim(
     session: Session,
     lane: Lane,
@@ -89,35 +117,38 @@ async def claim(
     limit: int,
     prefix: int,
     lease_s: float,
+    most_rank: int = LEAST_URGENT,
     oldest: bool,
+    without: Sequence[str] = (),
 ) -> tuple[list[Prefix], float | None]:
-    """Claim due lanes, most urgent first, and the seconds until the next is due.
+    """Claim due lanes up to ``most_rank``, most urgent first, and the seconds until the next of any rank is due.
+
+    ``without`` leaves these runs' lanes to others.
 
     Fenced by ``token``; what a lost answer claimed comes back when its lease ends.
     """
     rows = await session.fetch(
-        call(session.options.schema, _name(lane, "claim"), 6),
+        call(session.options.schema, _name(lane, "claim"), 8),
         list(receivers),
         token,
         limit,
         prefix,
         lease_s,
+        most_rank,
         oldest,
+        list(without),
     )
     next_due_s = rows.pop()["next_due_s"]
-    return [
-        Prefix(
-            row["run_id"],
-            lane,
-            token,
-            row["attempt"],
-            row["seqs"],
-            row["types"],
-            row["payloads"],
-            row["created_ats"],
-        )
-        for row in rows
-    ], next_due_s
+    return [_prefix(row["run_id"], lane, token, row) for row in rows], next_due_s
+
+
+async def held(session: Session, lane: Lane, leases: Sequence[tuple[str, int]]) -> list[Prefix]:
+    """The prefixes of those of the lanes (run id, token) that are leased so."""
+    tokens = dict(leases)
+    rows = await session.fetch(
+        call(session.options.schema, _name(lane, "held"), 2), list(tokens), list(tokens.values())
+    )
+    return [_prefix(row["run_id"], lane, tokens[row["run_id"]], row) for row in rows]
 
 
 async def acknowledge(
@@ -136,16 +167,7 @@ async def acknowledge(
     for item, row in zip(items, sorted(rows, key=lambda row: row["ord"]), strict=True):
         successor = None
         if row["seqs"] is not None:
-            successor = Prefix(
-                item.run_id,
-                lane,
-                item.token,
-                row["attempt"],
-                row["seqs"],
-                row["types"],
-                row["payloads"],
-                row["created_ats"],
-            )
+            successor = _prefix(item.run_id, lane, item.token, row)
         lags = list(zip(row["lag_types"] or (), row["lags_s"] or (), strict=True))
         answers.append(Acknowledged(row["answer"], successor, lags))
     return answers
@@ -157,9 +179,9 @@ async def hand_back(session: Session, lane: Lane, items: Sequence[HandBack]) -> 
         call(session.options.schema, _name(lane, "hand_back"), 5),
         [item.run_id for item in items],
         [item.token for item in items],
+        [item.ending for item in items],
         [item.delay_s for item in items],
         [item.reason for item in items],
-        [item.unsent for item in items],
     )
     return [row["answer"] for row in sorted(rows, key=lambda row: row["ord"])]
 

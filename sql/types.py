@@ -18,6 +18,9 @@ RUN_ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
 OPEN_STATUSES = frozenset({"queued", "running", "waiting"})
 TERMINAL_STATUSES = frozenset({"completed", "failed", "cancelled"})
 TERMINAL_FACTS = frozenset({"run.completed", "run.failed", "run.cancelled"})
+FACT_TYPES = TERMINAL_FACTS | {
+    "run.created", "run.started", "run.requeued", "run.waiting", "run.resumed", "run.progress", "run.log",
+}  # fmt: skip
 
 # What a launch may say of itself. Closed lists: what a newer version has stored and this one does not know is dropped
 # where it is read, never passed on. ``submit.sql`` has the same.
@@ -58,12 +61,15 @@ class Fact:
 class Delivery:
     """A frozen prefix of one run's lane, as a ledger receives it.
 
-    A redelivery has the same ``facts`` and the same ``delivery_key`` (``run:lane:first-last``);
-    ``attempt`` counts deliveries of this prefix from 1 and is not part of the key.
-    ``digest`` is the SHA-256 (hex) of the canonical facts.
+    A redelivery has the same ``facts`` and the same ``delivery_key`` (``run:lane:first-last``, and ``:sN`` in
+    generation N); ``attempt`` counts deliveries of this prefix from 1, those that their sender gave up excepted, and
+    is not part of the key. ``digest`` is the SHA-256 (hex) of the canonical facts.
 
     ``token`` is the lane's lease: a receiver that can ask for proof of it knows that the sender may deliver.
-    ``generation`` counts what an operator skipped in this lane: a gap in ``seq`` is right where it has risen.
+
+    Two things let a ledger lack facts right before the first of these: ``passed`` counts those that have no effect on a
+    ledger and may not have been sent; ``generation`` counts what operators skipped in this lane, so any gap is meant
+    where it has risen since the delivery before.
     """
 
     run_id: str
@@ -74,6 +80,7 @@ class Delivery:
     digest: str
     token: int = 0
     generation: int = 0
+    passed: int = 0
 
 
 @attrs.frozen(slots=True)
@@ -181,3 +188,45 @@ class CancelOutcome:
 
     won: bool
     status: str
+
+
+@attrs.frozen(slots=True)
+class LaneStatus:
+    """A lane that has facts its receiver does not have yet.
+
+    ``first`` is the next fact to deliver, ``through`` the last of the prefix that is or was out (None: none is),
+    ``last`` the lane's last; ``oldest_at`` and ``age_s`` belong to ``first``. ``attempts`` counts deliveries of the
+    prefix, ``generation`` the skips before it. ``reason`` says why a blocked lane is; one that is not comes again in
+    ``due_in_s``, or is ``leased``: being delivered.
+    """
+
+    run_id: str
+    lane: Lane
+    receiver: str
+    rank: int
+    blocked: bool
+    reason: str | None
+    attempts: int
+    generation: int
+    first: int
+    through: int | None
+    last: int
+    oldest_at: datetime | None
+    age_s: float | None
+    due_in_s: float | None
+    leased: bool
+
+
+@attrs.frozen(slots=True)
+class JournalEntry:
+    """What an operator did to a lane: ``verb`` is ``retry`` or ``skip``, of the facts ``first`` to ``through``."""
+
+    id: int
+    at: datetime
+    run_id: str
+    lane: Lane
+    verb: str
+    first: int
+    through: int
+    because: str | None
+    by: str | None

@@ -118,6 +118,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "lane_lease_s": 7.0,
         "delivery_prefix": 4,
         "delivery_timeout_s": 6.5,
+        "inline_delivery_ms": 100,
         "health_host": "::1",
         "health_port": 0,
         "log_level": "DEBUG",

@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 from runtime import Context, JsonCodec, PayloadRefused, Play, RuntimeConfig, Submit, play
+from runtime.routes import Routes
 from runtime.submit import Submissions
 
 
@@ -46,7 +47,9 @@ def submissions(hosted: list[Play]) -> Submissions:
     async def buckets(_: str) -> Mapping[int, int]:
         return {0: 1}
 
-    return Submissions(RuntimeConfig(), JsonCodec(), {one.name: one for one in hosted}, buckets)
+    return Submissions(
+        RuntimeConfig(), JsonCodec(), {one.name: one for one in hosted}, buckets, Routes(None, {})
+    )
 
 
 @pytest.mark.parametrize(

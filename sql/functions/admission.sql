@@ -19,7 +19,7 @@ AS $$
                 ELSE jsonb_strip_nulls(jsonb_build_object(
                     'org_id', p_org, 'priority', p_priority, 'labels', p_labels, 'release_id', p_release,
                     'environment', p_environment, 'idempotency_key', p_key)) END
-        || coalesce(p_extras, '{}')
+        || coalesce(p_extras - 'lane_lease_s', '{}')
 $$;
 
 -- Admits runs. One item per position of the arrays; positions answer in `ord`, from 1.
@@ -30,7 +30,8 @@ $$;
 --               recognises its own run; also the lease token of an item admitted as claimed
 --   p_extras    what few runs have, or NULL: {"receiver", "terminal_receiver", "parent_id", "root_id",
 --               "concurrency_key", "unique" (see unique.sql), …}; all of it is told in the first fact, some of it
---               has a column
+--               has a column. But "lane_lease_s" is not told: admit with the first fact out for delivery already, for
+--               so many seconds, with the request as the lane's token
 --   p_claim     admit as already claimed by p_owner (only items that are due now; those that count against a limit
 --               are queued: only a claim holds the limit's lock)
 --   p_wait      wait for a key held by an open transaction instead of answering busy
@@ -102,7 +103,8 @@ BEGIN
     END IF;
 
     WITH items AS (
-        SELECT i.*, coalesce(i.due, v_now + make_interval(secs => i.delay_s), v_now) AS due_at
+        SELECT i.*, coalesce(i.due, v_now + make_interval(secs => i.delay_s), v_now) AS due_at,
+               v_now + make_interval(secs => (i.extras ->> 'lane_lease_s')::double precision) AS lane_until
           FROM unnest(p_run_ids, p_plays, p_buckets, p_priorities, p_orgs, p_keys, p_delays, p_ats, p_labels,
                       p_extras, p_requests, v_claim, v_busy, v_known, v_held)
                AS i (run_id, play, bucket, priority, org_id, key, delay_s, due, labels, extras, request, claim, busy,
@@ -112,8 +114,10 @@ BEGIN
             run_id, play, bucket, priority, org_id, idempotency_key, labels, release_id, environment,
             created_at, lane_due_at, status, due_at, last_seq, attempt, attempt_at, started_at,
             lease_owner, lease_token, lease_expires_at,
-            receiver, terminal_receiver, parent_id, root_id, concurrency_key)
-        SELECT run_id, play, bucket, priority, org_id, key, labels, p_release, p_environment, v_now, v_now,
+            receiver, terminal_receiver, parent_id, root_id, concurrency_key,
+            lane_token, lane_expires_at, frozen_seq, lane_attempts)
+        SELECT run_id, play, bucket, priority, org_id, key, labels, p_release, p_environment, v_now,
+               coalesce(lane_until, v_now),
                CASE WHEN claim THEN 'running' ELSE 'queued' END,
                CASE WHEN claim THEN v_now + make_interval(secs => p_lease_s) ELSE due_at END,
                CASE WHEN claim THEN 2 ELSE 1 END,
@@ -124,7 +128,9 @@ BEGIN
                CASE WHEN claim THEN request END,
                CASE WHEN claim THEN v_now + make_interval(secs => p_lease_s) END,
                coalesce(extras ->> 'receiver', ''), extras ->> 'terminal_receiver', extras ->> 'parent_id',
-               extras ->> 'root_id', extras ->> 'concurrency_key'
+               extras ->> 'root_id', extras ->> 'concurrency_key',
+               CASE WHEN lane_until IS NOT NULL THEN request END, lane_until,
+               CASE WHEN lane_until IS NOT NULL THEN 1 END, (lane_until IS NOT NULL)::integer
           FROM items
          WHERE busy IS NOT TRUE AND known IS NOT TRUE AND held IS NULL
         ON CONFLICT DO NOTHING

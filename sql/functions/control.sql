@@ -84,34 +84,6 @@ BEGIN
 END
 $$;
 
--- An operator's verb: lets a run's blocked lanes be delivered again, from the same prefix under the same key.
---
---   SELECT runlane.retry_lane('01939c…');
---
--- True if a lane was blocked. One delivery stays counted: the prefix has been out, and never thaws.
-CREATE OR REPLACE FUNCTION @schema@.retry_lane(p_run_id text) RETURNS boolean
-LANGUAGE plpgsql
-@seek@
-AS $$
-DECLARE
-    v_now    CONSTANT timestamptz := clock();
-    v_lanes  integer;
-    v_others integer;
-BEGIN
-    UPDATE runs SET lane_error = NULL, lane_due_at = v_now, lane_attempts = 1
-     WHERE run_id = p_run_id AND lane_error IS NOT NULL;
-    GET DIAGNOSTICS v_lanes = ROW_COUNT;
-    UPDATE lanes SET lane_error = NULL, lane_due_at = v_now, lane_attempts = 1
-     WHERE run_id = p_run_id AND lane_error IS NOT NULL;
-    GET DIAGNOSTICS v_others = ROW_COUNT;
-    IF v_lanes + v_others = 0 THEN
-        RETURN false;
-    END IF;
-    PERFORM pg_notify(channel('lanes'), '');
-    RETURN true;
-END
-$$;
-
 -- Carries out recorded requests whose run is free now, the oldest of each run, and forgets those whose run has
 -- ended or is gone. Locked runs do not count against p_limit, so they hide nobody behind them.
 -- Answers how many were carried out and how many requests are left, counted up to p_limit.

@@ -67,7 +67,7 @@ BEGIN
          WHERE r.run_id = ANY (ARRAY[c.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = c.attempt AND r.lease_token = c.lease_token
         RETURNING 1
     ), observed AS (
-        INSERT INTO lanes AS l (run_id, receiver, last_seq, lane_due_at)
+        INSERT INTO lanes AS l (run_id, lane_receiver, last_seq, lane_due_at)
         SELECT run_id, receiver, observability, v_now FROM counted WHERE observability > 0
         ON CONFLICT (run_id) DO UPDATE
            SET last_seq = l.last_seq + excluded.last_seq,

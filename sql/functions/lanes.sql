@@ -1,46 +1,73 @@
 -- lanes: the outbox. A lane is a cursor with a lease over one run's log.
 --
 -- This text is loaded twice: once for the lifecycle lane, whose columns are on runs, once for the observability
--- lane, whose rows are in lanes. @lane@, @table@ and @number@ stand for what differs.
+-- lane, whose rows are in lanes. @lane@, @table@ and @number@ stand for what differs, and @bound@ for the last fact
+-- that may travel with those before it, NULL for no such bound: a terminal that has a receiver of its own travels alone.
+--
+-- Whose turn it is, lane_receiver, follows from the cursor: it changes by itself when the cursor stands right before
+-- such a terminal, so no transition has to hand a lane over.
 --
 -- Lock order: lane rows, SKIP LOCKED. A due time is an accelerator: a lane is taken only if it is pending, not
 -- blocked and under no live lease, judged on the locked row. Fence of everything after the claim: lane_token.
 
--- Locks due lanes of these receivers, the most urgent rank first, and answers their run ids. On an oldest-first
--- turn ranks are visited by their longest waiter, so that no stream of urgent facts starves the rest.
+-- Locks due lanes of these receivers up to a rank, the most urgent rank first, and answers their run ids. (p_except:
+-- not these, although they are due.) On an
+-- oldest-first turn ranks are visited by their longest waiter, so that no stream of urgent facts starves the rest.
+-- quiet: some of them may begin with facts that have no effect.
 CREATE OR REPLACE FUNCTION @schema@.@lane@_pick(
-    p_receivers text[], p_limit integer, p_oldest boolean, p_now timestamptz
-) RETURNS text[]
+    p_receivers text[], p_limit integer, p_most_rank smallint, p_oldest boolean, p_except text[], p_now timestamptz,
+    OUT ids text[], OUT quiet boolean
+)
 LANGUAGE plpgsql
 @seek@
 AS $$
 DECLARE
-    v_ids  text[] := '{}';
-    v_more text[];
+    v_more record;
     v_head record;
 BEGIN
+    ids := '{}';
+    quiet := false;
     FOR v_head IN
         SELECT e.receiver, k.rank
           FROM unnest(p_receivers) AS e (receiver)
          CROSS JOIN (VALUES (0::smallint), (1::smallint), (2::smallint), (3::smallint)) AS k (rank)
          CROSS JOIN LATERAL (
                 SELECT l.lane_due_at FROM @table@ l
-                 WHERE l.receiver = e.receiver AND l.lane_rank = k.rank AND l.lane_pending AND l.lane_due_at <= p_now
+                 WHERE l.lane_receiver = e.receiver AND l.lane_rank = k.rank AND l.lane_pending AND l.lane_due_at <= p_now
                  ORDER BY l.lane_due_at LIMIT 1) h
+         WHERE k.rank <= p_most_rank
          ORDER BY CASE WHEN p_oldest THEN 0 ELSE k.rank END, h.lane_due_at
     LOOP
-        EXIT WHEN cardinality(v_ids) >= p_limit;
-        SELECT array_agg(t.run_id) INTO v_more
-          FROM (SELECT l.run_id FROM @table@ l
-                 WHERE l.receiver = v_head.receiver AND l.lane_rank = v_head.rank AND l.lane_pending
+        EXIT WHEN cardinality(ids) >= p_limit;
+        SELECT array_agg(t.run_id) AS ids, bool_or(t.quiet) AS quiet INTO v_more
+          FROM (SELECT l.run_id, l.quiet_seq > l.acked_seq AND l.frozen_seq IS NULL AS quiet FROM @table@ l
+                 WHERE l.lane_receiver = v_head.receiver AND l.lane_rank = v_head.rank AND l.lane_pending
                    AND l.lane_due_at <= p_now
                    AND l.lane_error IS NULL AND (l.lane_expires_at IS NULL OR l.lane_expires_at <= p_now)
+                   AND l.run_id <> ALL (p_except)
                  ORDER BY l.lane_due_at
-                 LIMIT p_limit - cardinality(v_ids)
+                 LIMIT p_limit - cardinality(ids)
                    FOR NO KEY UPDATE SKIP LOCKED) t;
-        v_ids := v_ids || coalesce(v_more, '{}');
+        ids := ids || coalesce(v_more.ids, '{}');
+        quiet := quiet OR coalesce(v_more.quiet, false);
     END LOOP;
-    RETURN v_ids;
+END
+$$;
+
+-- Moves the cursors of lanes that the caller has locked over leading facts without effect, which need no delivery.
+-- Never inside a frozen prefix: that has been out, and comes back as it was. Answers those of the lanes that still
+-- have something for these receivers. Facts passed so are in no report of lags: nobody received them.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_pass(p_ids text[], p_receivers text[]) RETURNS text[]
+LANGUAGE plpgsql
+@seek@
+AS $$
+BEGIN
+    UPDATE @table@ l
+       SET acked_seq = quiet_until(l.run_id, @number@::smallint, l.acked_seq, l.quiet_seq)
+     WHERE l.run_id = ANY (p_ids) AND l.quiet_seq > l.acked_seq AND l.frozen_seq IS NULL
+       AND quiet_until(l.run_id, @number@::smallint, l.acked_seq, l.quiet_seq) > l.acked_seq;
+    RETURN ARRAY(SELECT l.run_id FROM @table@ l
+                  WHERE l.run_id = ANY (p_ids) AND l.lane_pending AND l.lane_receiver = ANY (p_receivers));
 END
 $$;
 
@@ -54,30 +81,33 @@ AS $$
      CROSS JOIN (VALUES (0::smallint), (1::smallint), (2::smallint), (3::smallint)) AS k (rank)
      CROSS JOIN LATERAL (
             SELECT l.lane_due_at FROM @table@ l
-             WHERE l.receiver = e.receiver AND l.lane_rank = k.rank AND l.lane_pending
+             WHERE l.lane_receiver = e.receiver AND l.lane_rank = k.rank AND l.lane_pending
              ORDER BY l.lane_due_at LIMIT 1) h
 $$;
 
 -- Claims lanes for one delivery turn and answers each one's prefix, facts in order. A prefix, once out, is
--- frozen: it comes back with the same members. `attempt` counts deliveries of the prefix.
--- Always ends with one row with run_id NULL that carries next_due_s, as claim_runs does.
+-- frozen: it comes back with the same members. Per prefix: `attempt` counts its deliveries, `generation` the skips of
+-- its lane before it, `passed` the facts without effect right before it, which its receiver may not have.
+-- Always ends with one row with run_id NULL that carries next_due_s, of all ranks, as claim_runs does.
 CREATE OR REPLACE FUNCTION @schema@.@lane@_claim(
     p_receivers text[], p_token bigint, p_limit integer, p_prefix integer, p_lease_s double precision,
-    p_oldest boolean
+    p_most_rank smallint, p_oldest boolean, p_except text[]
 ) RETURNS TABLE (
-    run_id text, receiver text, attempt integer, seqs integer[], types text[], payloads jsonb[],
-    created_ats timestamptz[], next_due_s double precision
+    run_id text, receiver text, attempt integer, generation integer, passed integer, seqs integer[], types text[],
+    payloads jsonb[], created_ats timestamptz[], next_due_s double precision
 )
 LANGUAGE plpgsql
 @seek@
 AS $$
 #variable_conflict use_column
 DECLARE
-    v_now CONSTANT timestamptz := clock();
-    v_ids text[];
+    v_now  CONSTANT timestamptz := clock();
+    v_pick record;
+    v_ids  text[];
 BEGIN
     PERFORM require_read_committed();
-    v_ids := @lane@_pick(p_receivers, p_limit, p_oldest, v_now);
+    v_pick := @lane@_pick(p_receivers, p_limit, p_most_rank, p_oldest, p_except, v_now);
+    v_ids := CASE WHEN v_pick.quiet THEN @lane@_pass(v_pick.ids, p_receivers) ELSE v_pick.ids END;
 
     RETURN QUERY
     WITH claimed AS (
@@ -85,22 +115,43 @@ BEGIN
            SET lane_token = p_token, lane_expires_at = v_now + make_interval(secs => p_lease_s),
                lane_due_at = v_now + make_interval(secs => p_lease_s),
                lane_attempts = l.lane_attempts + 1,
-               frozen_seq = coalesce(l.frozen_seq, least(l.last_seq, l.acked_seq + p_prefix))
+               frozen_seq = coalesce(l.frozen_seq, least(l.last_seq, l.acked_seq + p_prefix, nullif(@bound@, l.acked_seq)))
          WHERE l.run_id = ANY (v_ids)
-        RETURNING l.run_id, l.receiver, l.lane_attempts, l.acked_seq, l.frozen_seq
+        RETURNING l.run_id, l.lane_receiver, l.lane_attempts, l.lane_skips, l.acked_seq, l.frozen_seq, l.quiet_seq
     )
-    SELECT c.run_id, c.receiver, c.lane_attempts, p.seqs, p.types, p.payloads, p.created_ats, NULL::double precision
+    SELECT c.run_id, c.lane_receiver, c.lane_attempts, c.lane_skips::integer,
+           CASE WHEN c.quiet_seq >= c.acked_seq THEN quiet_before(c.run_id, @number@::smallint, c.acked_seq) ELSE 0 END,
+           p.seqs, p.types, p.payloads, p.created_ats, NULL::double precision
       FROM claimed c
      CROSS JOIN LATERAL prefix_of(c.run_id, @number@::smallint, c.acked_seq, c.frozen_seq) p;
 
     RETURN QUERY
-    SELECT NULL::text, NULL::text, NULL::integer, NULL::integer[], NULL::text[], NULL::jsonb[], NULL::timestamptz[],
-           seconds_until(CASE WHEN cardinality(v_ids) >= p_limit THEN v_now
+    SELECT NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::integer, NULL::integer[], NULL::text[],
+           NULL::jsonb[], NULL::timestamptz[],
+           seconds_until(CASE WHEN cardinality(v_pick.ids) >= p_limit THEN v_now
                               ELSE @lane@_next_due(p_receivers) END, v_now);
 END
 $$;
 
--- Acknowledges prefixes and, where p_prefix is above zero, claims each lane's next one under the same token.
+-- The prefixes of lanes that are leased under these tokens, as a claim answers them. A lane that is not is left out.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_held(p_run_ids text[], p_tokens bigint[])
+RETURNS TABLE (
+    run_id text, receiver text, attempt integer, generation integer, passed integer, seqs integer[], types text[],
+    payloads jsonb[], created_ats timestamptz[]
+)
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT l.run_id, l.lane_receiver, l.lane_attempts, l.lane_skips::integer,
+           CASE WHEN l.quiet_seq >= l.acked_seq THEN quiet_before(l.run_id, @number@::smallint, l.acked_seq) ELSE 0 END,
+           p.seqs, p.types, p.payloads, p.created_ats
+      FROM unnest(p_run_ids, p_tokens) AS i (run_id, token)
+      JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
+     CROSS JOIN LATERAL prefix_of(l.run_id, @number@::smallint, l.acked_seq, l.frozen_seq) p
+$$;
+
+-- Acknowledges prefixes and, where p_prefix is above zero, claims each lane's next one under the same token, unless
+-- that is for another receiver. Facts without effect that come first are passed on the way.
 --
 -- The cursor only moves forward. A call that is asked again after a lost answer answers again, with the same
 -- successor. answer: acked | busy (the row is locked: ask again) | lost (another turn holds the lane).
@@ -108,8 +159,8 @@ $$;
 CREATE OR REPLACE FUNCTION @schema@.@lane@_acknowledge(
     p_run_ids text[], p_tokens bigint[], p_through integer[], p_prefix integer, p_lease_s double precision
 ) RETURNS TABLE (
-    ord integer, answer text, attempt integer, seqs integer[], types text[], payloads jsonb[],
-    created_ats timestamptz[], lag_types text[], lags_s double precision[]
+    ord integer, answer text, attempt integer, generation integer, passed integer, seqs integer[], types text[],
+    payloads jsonb[], created_ats timestamptz[], lag_types text[], lags_s double precision[]
 )
 LANGUAGE plpgsql
 @seek@
@@ -124,22 +175,25 @@ BEGIN
     v_now := clock();
 
     WITH free AS (
-        SELECT i.run_id, i.token, i.through, l.acked_seq AS was
+        SELECT i.run_id, i.token, i.through, l.acked_seq AS was, h.head,
+               p_prefix > 0 AND l.last_seq > h.head AND (@bound@) IS DISTINCT FROM h.head AS goes_on
           FROM unnest(p_run_ids, p_tokens, p_through) AS i (run_id, token, through)
           JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id])
+         CROSS JOIN LATERAL (
+                SELECT CASE WHEN l.quiet_seq > i.through
+                            THEN quiet_until(l.run_id, @number@::smallint, i.through, l.quiet_seq)
+                            ELSE i.through END AS head) h
          WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
            AND l.acked_seq < i.through AND l.frozen_seq = i.through
            FOR NO KEY UPDATE OF l SKIP LOCKED
     ), acked AS (
         UPDATE @table@ l
-           SET acked_seq = i.through,
-               frozen_seq = CASE WHEN p_prefix > 0 AND l.last_seq > i.through
-                                 THEN least(l.last_seq, i.through + p_prefix) END,
-               lane_attempts = CASE WHEN p_prefix > 0 AND l.last_seq > i.through THEN 1 ELSE 0 END,
-               lane_expires_at = CASE WHEN p_prefix > 0 AND l.last_seq > i.through
-                                      THEN v_now + make_interval(secs => p_lease_s) END,
-               lane_due_at = CASE WHEN p_prefix > 0 AND l.last_seq > i.through
-                                  THEN v_now + make_interval(secs => p_lease_s) ELSE v_now END
+           SET acked_seq = i.head,
+               frozen_seq = CASE WHEN i.goes_on
+                                 THEN least(l.last_seq, i.head + p_prefix, nullif(@bound@, i.head)) END,
+               lane_attempts = i.goes_on::integer,
+               lane_expires_at = CASE WHEN i.goes_on THEN v_now + make_interval(secs => p_lease_s) END,
+               lane_due_at = CASE WHEN i.goes_on THEN v_now + make_interval(secs => p_lease_s) ELSE v_now END
           FROM free i
          WHERE l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.acked_seq < i.through AND l.frozen_seq = i.through
         RETURNING l.run_id, i.was
@@ -151,11 +205,14 @@ BEGIN
            CASE WHEN l.acked_seq >= i.through THEN 'acked'
                 WHEN l.lane_token = i.token AND l.lane_expires_at IS NOT NULL AND l.frozen_seq = i.through THEN 'busy'
                 ELSE 'lost' END,
-           p.attempt, p.seqs, p.types, p.payloads, p.created_ats, g.types, g.lags
+           p.attempt, p.generation, p.passed, p.seqs, p.types, p.payloads, p.created_ats, g.types, g.lags
       FROM unnest(p_run_ids, p_tokens, p_through) WITH ORDINALITY AS i (run_id, token, through, ord)
       LEFT JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN LATERAL (
-            SELECT l.lane_attempts AS attempt, q.seqs, q.types, q.payloads, q.created_ats
+            SELECT l.lane_attempts AS attempt, l.lane_skips::integer AS generation,
+                   CASE WHEN l.quiet_seq >= l.acked_seq
+                        THEN quiet_before(l.run_id, @number@::smallint, l.acked_seq) ELSE 0 END AS passed,
+                   q.seqs, q.types, q.payloads, q.created_ats
               FROM prefix_of(l.run_id, @number@::smallint, l.acked_seq, l.frozen_seq) q
              WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL AND l.acked_seq >= i.through
                AND l.frozen_seq IS NOT NULL) p ON true
@@ -168,15 +225,17 @@ BEGIN
 END
 $$;
 
--- Hands lanes back at the end of a turn that did not end in an acknowledgement.
+-- Hands lanes back at the end of a turn that did not end in an acknowledgement. p_endings, per item:
 --
---   p_delays_s  0 gives it back at once (nothing is charged); above zero schedules the next try
---   p_reasons   not NULL blocks the lane until an operator decides
---   p_unsent    the prefix was never sent: the attempt is not counted and, if this turn froze it, it thaws
+--   failed    the delivery failed: it counts, and comes again after p_delays_s
+--   blocked   it stays where it is until an operator decides; p_reasons says why
+--   given_up  its sender gave it up, or learned that it may not send: it does not count, comes again after p_delays_s,
+--             and stays frozen, for it may have arrived
+--   unsent    it never left: it does not count and, if this turn froze it, it thaws; it comes again after p_delays_s
 --
 -- answer: done (also when the turn is over already: asked again after a lost answer) | busy | lost.
 CREATE OR REPLACE FUNCTION @schema@.@lane@_hand_back(
-    p_run_ids text[], p_tokens bigint[], p_delays_s double precision[], p_reasons text[], p_unsent boolean[]
+    p_run_ids text[], p_tokens bigint[], p_endings text[], p_delays_s double precision[], p_reasons text[]
 ) RETURNS TABLE (ord integer, answer text)
 LANGUAGE plpgsql
 @seek@
@@ -191,18 +250,21 @@ BEGIN
 
     WITH free AS (
         SELECT i.*
-          FROM unnest(p_run_ids, p_tokens, p_delays_s, p_reasons, p_unsent) AS i (run_id, token, delay_s, reason, unsent)
+          FROM unnest(p_run_ids, p_tokens, p_endings, p_delays_s, p_reasons) AS i (run_id, token, ending, delay_s, reason)
           JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id])
          WHERE l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
            FOR NO KEY UPDATE OF l SKIP LOCKED
     ), done AS (
         UPDATE @table@ l
            SET lane_expires_at = NULL,
-               lane_error = i.reason,
-               lane_due_at = CASE WHEN i.reason IS NOT NULL THEN 'infinity'
+               lane_error = CASE WHEN i.ending = 'blocked' THEN coalesce(i.reason, 'blocked') END,
+               lane_due_at = CASE WHEN i.ending = 'blocked' THEN 'infinity'
                                   ELSE v_now + make_interval(secs => i.delay_s) END,
-               lane_attempts = l.lane_attempts - i.unsent::integer,
-               frozen_seq = CASE WHEN i.unsent AND l.lane_attempts = 1 THEN NULL ELSE l.frozen_seq END
+               -- One delivery stays counted once a prefix has been out: that is what keeps it frozen.
+               lane_attempts = CASE i.ending WHEN 'unsent' THEN l.lane_attempts - 1
+                                             WHEN 'given_up' THEN greatest(l.lane_attempts - 1, 1)
+                                             ELSE l.lane_attempts END,
+               frozen_seq = CASE WHEN i.ending = 'unsent' AND l.lane_attempts = 1 THEN NULL ELSE l.frozen_seq END
           FROM free i
          WHERE l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL
         RETURNING l.run_id
@@ -273,6 +335,7 @@ AS $$
 #variable_conflict use_column
 DECLARE
     v_now     CONSTANT timestamptz := clock();
+    v_pick    record;
     v_ids     text[];
     v_first   integer[];
     v_through integer[];
@@ -280,10 +343,11 @@ DECLARE
     v_blocked integer := 0;
 BEGIN
     PERFORM require_read_committed();
-    v_ids := @lane@_pick(p_receivers, p_limit, p_oldest, v_now);
+    v_pick := @lane@_pick(p_receivers, p_limit, 3::smallint, p_oldest, '{}', v_now);
+    v_ids := CASE WHEN v_pick.quiet THEN @lane@_pass(v_pick.ids, p_receivers) ELSE v_pick.ids END;
 
     SELECT array_agg(l.run_id), array_agg(l.acked_seq + 1),
-           array_agg(coalesce(l.frozen_seq, least(l.last_seq, l.acked_seq + p_prefix)))
+           array_agg(coalesce(l.frozen_seq, least(l.last_seq, l.acked_seq + p_prefix, nullif(@bound@, l.acked_seq))))
       INTO v_ids, v_first, v_through
       FROM @table@ l WHERE l.run_id = ANY (v_ids);
 
@@ -303,14 +367,46 @@ BEGIN
     IF cardinality(v_turn.run_ids) IS DISTINCT FROM cardinality(v_ids) THEN
         UPDATE @table@ l
            SET lane_error = 'the ledger has not applied this run''s earlier facts', lane_due_at = 'infinity',
-               lane_expires_at = NULL
-         WHERE l.run_id = ANY (v_ids) AND NOT (l.run_id = ANY (coalesce(v_turn.run_ids, '{}')));
+               lane_expires_at = NULL, frozen_seq = i.through, lane_attempts = greatest(l.lane_attempts, 1)
+          FROM unnest(v_ids, v_through) AS i (run_id, through)
+         WHERE l.run_id = ANY (ARRAY[i.run_id]) AND NOT (l.run_id = ANY (coalesce(v_turn.run_ids, '{}')));
         GET DIAGNOSTICS v_blocked = ROW_COUNT;
     END IF;
 
     RETURN QUERY
     SELECT cardinality(v_ids) - v_blocked, v_blocked, v_turn.lag_types, v_turn.lags_s,
-           seconds_until(CASE WHEN cardinality(v_ids) >= p_limit THEN v_now
+           seconds_until(CASE WHEN cardinality(v_pick.ids) >= p_limit THEN v_now
                               ELSE @lane@_next_due(p_receivers) END, v_now);
+END
+$$;
+
+-- What an operator decides about one blocked lane (see journal.sql): with p_skip NULL its prefix is delivered again,
+-- under the same key; else the cursor moves over the prefix's facts up to p_skip, and what follows goes out under keys
+-- of a new generation. Answers the prefix that was blocked; first is NULL if the lane was not blocked, or if p_skip is
+-- not in the prefix: then nothing has changed. Waits for the row as long as the caller's lock_timeout allows.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_unblock(
+    p_run_id text, p_skip integer, OUT was_blocked boolean, OUT acked integer, OUT first integer, OUT through integer
+)
+LANGUAGE plpgsql
+@seek@
+AS $$
+DECLARE
+    v_now timestamptz;
+BEGIN
+    SELECT l.lane_error IS NOT NULL, l.acked_seq, l.acked_seq + 1, l.frozen_seq INTO was_blocked, acked, first, through
+      FROM @table@ l WHERE l.run_id = ANY (ARRAY[p_run_id]) FOR NO KEY UPDATE;
+    v_now := clock();
+
+    IF NOT coalesce(was_blocked, false) OR NOT coalesce(p_skip BETWEEN first AND through, true) THEN
+        first := NULL;
+        RETURN;
+    END IF;
+    UPDATE @table@ l
+       SET lane_error = NULL, lane_due_at = v_now, lane_expires_at = NULL,
+           acked_seq = coalesce(p_skip, l.acked_seq), lane_skips = l.lane_skips + (p_skip IS NOT NULL)::integer,
+           frozen_seq = CASE WHEN p_skip IS NULL THEN l.frozen_seq END,
+           -- One delivery stays counted: the prefix has been out, and never thaws.
+           lane_attempts = (p_skip IS NULL)::integer
+     WHERE l.run_id = ANY (ARRAY[p_run_id]) AND l.lane_error IS NOT NULL;
 END
 $$;

@@ -1,7 +1,8 @@
 -- ledger: the read model that the default ledger keeps in this database.
 --
 -- Lock order: ledger rows, by run; under the lane's lock or lease, so one writer per run at a time.
--- Idempotent and ordered by its own cursor: a prefix is applied only if it begins right after what was applied.
+-- Idempotent and ordered by its own cursor: a prefix is applied only if it begins right after what was applied, or if
+-- all that lies between is meant to be missing.
 
 -- The facts of a lane after p_after up to p_through, in order.
 CREATE OR REPLACE FUNCTION @schema@.prefix_of(p_run_id text, p_lane smallint, p_after integer, p_through integer)
@@ -15,6 +16,52 @@ AS $$
      WHERE f.run_id = p_run_id AND f.lane = p_lane AND f.seq > p_after AND f.seq <= p_through
 $$;
 
+-- A fact that means nothing to a ledger: the park or the return of a run whose runner lives on in a sandbox. A cursor may
+-- pass it without a delivery. Who appends one sets quiet_seq of the lane's row to its seq, in the same statement.
+CREATE OR REPLACE FUNCTION @schema@.quiet_fact(p_type text, p_payload jsonb) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT p_type IN ('run.waiting', 'run.resumed') AND coalesce(p_payload ->> 'kind' = 'detached_runner', false)
+$$;
+
+-- The last of the facts without effect that follow p_after without a gap; p_after if there is none. p_quiet is the last
+-- such fact of all. It never answers beyond what the caller's snapshot shows.
+CREATE OR REPLACE FUNCTION @schema@.quiet_until(p_run_id text, p_lane smallint, p_after integer, p_quiet integer)
+RETURNS integer
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT coalesce(min(f.seq) FILTER (WHERE NOT quiet_fact(f.type, f.payload)) - 1, max(f.seq), p_after)
+      FROM facts f
+     WHERE f.run_id = p_run_id AND f.lane = p_lane AND f.seq > p_after AND f.seq <= p_quiet
+$$;
+
+-- How many facts without effect stand right before and at p_acked: their receiver may not have them.
+CREATE OR REPLACE FUNCTION @schema@.quiet_before(p_run_id text, p_lane smallint, p_acked integer) RETURNS integer
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT p_acked - coalesce((SELECT f.seq FROM facts f
+                                WHERE f.run_id = p_run_id AND f.lane = p_lane AND f.seq <= p_acked
+                                  AND NOT quiet_fact(f.type, f.payload)
+                                ORDER BY f.run_id DESC, f.lane DESC, f.seq DESC LIMIT 1), 0)
+$$;
+
+-- Whether a ledger may lack all facts between p_after and p_before: each has no effect, or an operator skipped it.
+CREATE OR REPLACE FUNCTION @schema@.gap_is_meant(p_run_id text, p_lane smallint, p_after integer, p_before integer)
+RETURNS boolean
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT NOT EXISTS (
+        SELECT 1 FROM facts f
+         WHERE f.run_id = p_run_id AND f.lane = p_lane AND f.seq > p_after AND f.seq < p_before
+           AND NOT quiet_fact(f.type, f.payload)
+           AND NOT EXISTS (SELECT 1 FROM journal j
+                            WHERE j.run_id = f.run_id AND j.lane = f.lane AND j.verb = 'skip'
+                              AND f.seq BETWEEN j.first AND j.through))
+$$;
+
 -- A JSON number as a double; NULL for anything else. What a play reports must not be able to stop a whole turn.
 CREATE OR REPLACE FUNCTION @schema@.as_double(p_value jsonb) RETURNS double precision
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -25,6 +72,7 @@ $$;
 
 -- Applies lifecycle prefixes p_first … p_through of runs. Answers one row: the runs whose prefix the ledger has now
 -- (applied or already there) with its end, and type and lag (seconds up to p_now) of each fact applied.
+-- Facts without effect change nothing here, whether they come or not.
 -- A run that is not answered has a gap: the ledger lacks its earlier facts, or the log lacks one of these.
 CREATE OR REPLACE FUNCTION @schema@.ledger_apply_lifecycle(
     p_run_ids text[], p_first integer[], p_through integer[], p_now timestamptz DEFAULT @schema@.clock()
@@ -38,6 +86,8 @@ DECLARE
     v_ends  integer[];
     v_types text[];
     v_lags  double precision[];
+    v_begun text[];
+    v_more  record;
 BEGIN
     WITH told AS MATERIALIZED (
         SELECT i.run_id, i.first, i.through, count(*)::integer AS facts,
@@ -47,12 +97,13 @@ BEGIN
                count(*) FILTER (WHERE f.type = 'run.started')::integer AS attempts,
                (array_agg(f.payload) FILTER (WHERE f.type = 'run.created'))[1] AS created,
                (array_agg(f.payload) FILTER (WHERE f.type IN ('run.completed', 'run.failed', 'run.cancelled')))[1] AS ended,
-               max(f.seq) FILTER (WHERE f.type = 'run.progress') AS progress_seq,
-               max(f.seq) FILTER (WHERE f.type = 'run.waiting') AS waiting_seq,
                -- The latest fact that says where the run stands, and what it says.
-               max(f.seq * 8 + CASE f.type WHEN 'run.created' THEN 1 WHEN 'run.requeued' THEN 1 WHEN 'run.resumed' THEN 1
-                                           WHEN 'run.started' THEN 2 WHEN 'run.waiting' THEN 3 WHEN 'run.completed' THEN 4
-                                           WHEN 'run.failed' THEN 5 WHEN 'run.cancelled' THEN 6 END) % 8 AS stand,
+               max(f.seq * 8 + CASE f.type WHEN 'run.created' THEN 1 WHEN 'run.requeued' THEN 1
+                                           WHEN 'run.resumed' THEN CASE WHEN NOT quiet_fact(f.type, f.payload) THEN 1 END
+                                           WHEN 'run.started' THEN 2
+                                           WHEN 'run.waiting' THEN CASE WHEN NOT quiet_fact(f.type, f.payload) THEN 3 END
+                                           WHEN 'run.completed' THEN 4 WHEN 'run.failed' THEN 5
+                                           WHEN 'run.cancelled' THEN 6 END) % 8 AS stand,
                array_agg(f.type) AS types,
                array_agg(greatest(extract(epoch FROM p_now - f.created_at), 0)::double precision) AS lags
           FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)
@@ -86,9 +137,12 @@ BEGIN
                wait_until = CASE WHEN coalesce(t.stand, 3) = 3 THEN l.wait_until END,
                attempts = l.attempts + t.attempts,
                applied_seq = t.through, applied_facts = l.applied_facts + t.facts,
+               passed_facts = l.passed_facts + t.first - 1 - l.applied_seq,
                output = t.ended -> 'output', error = t.ended -> 'error'
           FROM told t
-         WHERE l.run_id = ANY (ARRAY[t.run_id]) AND t.first > 1 AND l.applied_seq = t.first - 1
+         WHERE l.run_id = ANY (ARRAY[t.run_id]) AND t.first > 1
+           AND CASE WHEN l.applied_seq < t.first - 1 THEN gap_is_meant(t.run_id, 0::smallint, l.applied_seq, t.first)
+                    ELSE l.applied_seq = t.first - 1 END
         RETURNING l.run_id, l.applied_seq
     ), applied AS (
         SELECT run_id, applied_seq FROM begun UNION ALL SELECT run_id, applied_seq FROM moved
@@ -112,7 +166,7 @@ BEGIN
           LEFT JOIN LATERAL (
                 SELECT f.payload FROM facts f
                  WHERE f.run_id = i.run_id AND f.lane = 0 AND f.seq BETWEEN i.first AND i.through
-                   AND f.type = 'run.waiting' ORDER BY f.seq DESC LIMIT 1) w ON true
+                   AND f.type = 'run.waiting' AND NOT quiet_fact(f.type, f.payload) ORDER BY f.seq DESC LIMIT 1) w ON true
           LEFT JOIN LATERAL (
                 SELECT f.payload FROM facts f
                  WHERE f.run_id = i.run_id AND f.lane = 0 AND f.seq BETWEEN i.first AND i.through
@@ -128,6 +182,32 @@ BEGIN
           FROM unnest(p_run_ids, p_through) AS i (run_id, through)
           JOIN ledger_runs l ON l.run_id = ANY (ARRAY[i.run_id]) AND l.applied_seq >= i.through
          WHERE NOT (i.run_id = ANY (coalesce(v_done, '{}')));
+
+        -- A run whose first facts were skipped begins here with what its first fact says, and nothing applied yet.
+        WITH begun AS (
+            INSERT INTO ledger_runs (
+                run_id, play, org_id, labels, status, accepted_at, updated_at, applied_seq, applied_facts)
+            SELECT i.run_id, f.payload ->> 'play', f.payload ->> 'org_id', f.payload -> 'labels', 'queued',
+                   f.created_at, f.created_at, 0, 0
+              FROM unnest(p_run_ids, p_first) AS i (run_id, first)
+              JOIN facts f ON f.run_id = ANY (ARRAY[i.run_id]) AND f.lane = 0 AND f.seq = 1
+             WHERE i.first > 1 AND NOT (i.run_id = ANY (v_done)) AND gap_is_meant(i.run_id, 0::smallint, 0, i.first)
+            ON CONFLICT DO NOTHING
+            RETURNING run_id
+        )
+        SELECT coalesce(array_agg(run_id), '{}') INTO v_begun FROM begun;
+
+        -- What overlaps with what is here, because the rest of a prefix was skipped, is applied from where that ends.
+        SELECT array_agg(i.run_id) AS run_ids, array_agg(greatest(i.first, l.applied_seq + 1)) AS first,
+               array_agg(i.through) AS through INTO v_more
+          FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)
+          JOIN ledger_runs l ON l.run_id = ANY (ARRAY[i.run_id])
+         WHERE NOT (i.run_id = ANY (v_done)) AND (l.applied_seq >= i.first OR i.run_id = ANY (v_begun));
+        IF v_more.run_ids IS NOT NULL THEN
+            SELECT v_done || a.run_ids, v_ends || a.through, v_types || a.lag_types, v_lags || a.lags_s
+              INTO v_done, v_ends, v_types, v_lags
+              FROM ledger_apply_lifecycle(v_more.run_ids, v_more.first, v_more.through, p_now) a;
+        END IF;
     END IF;
 
     RETURN QUERY SELECT v_done, v_ends, v_types, v_lags;
@@ -147,8 +227,11 @@ BEGIN
     WITH ready AS MATERIALIZED (
         SELECT i.run_id, i.first, i.through
           FROM unnest(p_run_ids, p_first, p_through) AS i (run_id, first, through)
-         WHERE coalesce((SELECT g.seq FROM ledger_logs g WHERE g.run_id = i.run_id
-                          ORDER BY g.run_id DESC, g.seq DESC LIMIT 1), 0) >= i.first - 1
+         CROSS JOIN LATERAL (
+                SELECT coalesce((SELECT g.seq FROM ledger_logs g WHERE g.run_id = i.run_id
+                                  ORDER BY g.run_id DESC, g.seq DESC LIMIT 1), 0) AS seq) applied
+         WHERE CASE WHEN applied.seq < i.first - 1 THEN gap_is_meant(i.run_id, 1::smallint, applied.seq, i.first)
+                    ELSE true END
     ), written AS (
         INSERT INTO ledger_logs (run_id, seq, created_at, payload)
         SELECT i.run_id, f.seq, f.created_at, f.payload

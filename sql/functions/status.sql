@@ -89,10 +89,10 @@ LANGUAGE sql STABLE
 AS $$
     -- Receivers that have something pending, one seek each.
     WITH RECURSIVE pending AS (
-        (SELECT receiver FROM runs WHERE lane_pending ORDER BY receiver LIMIT 1)
+        (SELECT lane_receiver AS receiver FROM runs WHERE lane_pending ORDER BY lane_receiver LIMIT 1)
          UNION ALL
-        SELECT (SELECT r.receiver FROM runs r
-                 WHERE r.lane_pending AND r.receiver > p.receiver ORDER BY r.receiver LIMIT 1)
+        SELECT (SELECT r.lane_receiver FROM runs r
+                 WHERE r.lane_pending AND r.lane_receiver > p.receiver ORDER BY r.lane_receiver LIMIT 1)
           FROM pending p WHERE p.receiver IS NOT NULL
     )
     SELECT o.queued, o.waiting,
@@ -105,7 +105,7 @@ AS $$
                      CROSS JOIN (VALUES (0::smallint), (1::smallint), (2::smallint), (3::smallint)) AS k (rank)
                      CROSS JOIN LATERAL (
                             SELECT 1 FROM runs r
-                             WHERE r.receiver = p.receiver AND r.lane_rank = k.rank AND r.lane_pending
+                             WHERE r.lane_receiver = p.receiver AND r.lane_rank = k.rank AND r.lane_pending
                                AND r.lane_due_at = 'infinity'
                              LIMIT p_limit) b
                      LIMIT p_limit) t),

@@ -6,9 +6,9 @@
 -- here that a host checks at its own door; a refusal raises SQLSTATE RL001 and names the field. A run id or
 -- idempotency key of another run raises RL003, a unique key that another run holds RL004; DETAIL is that run's id.
 -- Options: run_id, idempotency_key, org_id, priority, delay (seconds), at (timestamp), labels, release_id,
--- environment, concurrency_key, unique_key, unique_for_s (seconds; absent: until the run has ended), on_conflict
--- (reject, existing or replace; of the unique key), surface, trigger, scope, terminal_receiver, array_input_receiver,
--- notify (default true).
+-- environment, concurrency_key, receiver (as runs carry it), unique_key, unique_for_s (seconds; absent: until the run
+-- has ended), on_conflict (reject, existing or replace; of the unique key), surface, trigger, scope, terminal_receiver,
+-- array_input_receiver, notify (default true).
 
 CREATE OR REPLACE FUNCTION @schema@.refuse(p_field text, p_reason text) RETURNS void
 LANGUAGE plpgsql
@@ -102,6 +102,7 @@ BEGIN
         'trigger', choice_option(p_options, 'trigger',
             '{api, event, manual, parent, schedule, sql_listener, system, webhook}'),
         'scope', choice_option(p_options, 'scope', '{org, system}'),
+        'receiver', text_option(p_options, 'receiver', 128),
         'terminal_receiver', text_option(p_options, 'terminal_receiver', 128),
         'array_input_receiver', text_option(p_options, 'array_input_receiver', 128),
         'concurrency_key', text_option(p_options, 'concurrency_key', 255))), '{}');
@@ -154,8 +155,8 @@ DECLARE
     v_answer      record;
 BEGIN
     PERFORM check_options(p_options, '{run_id, idempotency_key, org_id, priority, delay, at, labels, release_id,
-        environment, concurrency_key, unique_key, unique_for_s, on_conflict, surface, trigger, scope, terminal_receiver,
-        array_input_receiver, notify}');
+        environment, concurrency_key, receiver, unique_key, unique_for_s, on_conflict, surface, trigger, scope,
+        terminal_receiver, array_input_receiver, notify}');
     PERFORM check_payload('input', p_input);
     IF NOT EXISTS (SELECT 1 FROM plays WHERE name = p_play) THEN
         PERFORM refuse('play', format('no host has ever registered a play named %L', coalesce(p_play, 'NULL')));

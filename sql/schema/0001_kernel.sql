@@ -34,7 +34,8 @@ CREATE TABLE @schema@.runs (
     terminal_seq      integer,
     wait_seq          integer,
     frozen_seq        integer,               -- last fact of the prefix that is or was out for delivery
-    quiet_seq         integer,               -- last fact without effect for a ledger: its cursor may pass it
+    quiet_seq         integer,               -- last fact without effect for a ledger; who appends one (quiet_fact()
+                                             -- tells) sets it to that fact's seq in the same statement
     started_at        timestamptz,           -- first attempt
     finished_at       timestamptz,
     attempt_at        timestamptz,           -- start of the live attempt
@@ -54,7 +55,10 @@ CREATE TABLE @schema@.runs (
     run_id            text COLLATE "C" NOT NULL PRIMARY KEY,
     status            text        NOT NULL,
     play              text        NOT NULL,
-    receiver          text        NOT NULL DEFAULT '',  -- '' is the hosts' own ledger
+    receiver          text        NOT NULL DEFAULT '',  -- never changes; '' is the hosts' own ledger
+    lane_receiver     text        NOT NULL GENERATED ALWAYS AS (
+                          CASE WHEN terminal_seq = acked_seq + 1 AND terminal_receiver IS NOT NULL
+                               THEN terminal_receiver ELSE receiver END) STORED,  -- whose turn it is
     org_id            text,
     release_id        text,
     environment       text,
@@ -62,7 +66,7 @@ CREATE TABLE @schema@.runs (
     wait_kind         text,
     wait_key          text,
     lane_error        text,                  -- set: the lane is blocked, and why
-    terminal_receiver text,                  -- set: the terminal goes to this receiver instead
+    terminal_receiver text,                  -- set: the terminal goes to this receiver instead, and alone
     parent_id         text COLLATE "C",      -- the run that started this one
     root_id           text COLLATE "C",      -- the run that started the whole family
     concurrency_key   text,
@@ -100,7 +104,7 @@ CREATE INDEX runs_lease_idx ON @schema@.runs (due_at)
     WHERE status = 'running';
 
 -- What the outbox seeks: per receiver and rank, by due time.
-CREATE INDEX runs_lane_idx ON @schema@.runs (receiver, lane_rank, lane_due_at)
+CREATE INDEX runs_lane_idx ON @schema@.runs (lane_receiver, lane_rank, lane_due_at)
     WHERE lane_pending;
 
 CREATE UNIQUE INDEX runs_idempotency_idx ON @schema@.runs (coalesce(org_id, ''), play, idempotency_key)
@@ -160,11 +164,11 @@ CREATE TABLE @schema@.lanes (
     lane_expires_at   timestamptz,
     lane_token        bigint,
     run_id            text COLLATE "C" NOT NULL PRIMARY KEY,
-    receiver          text        NOT NULL,
+    lane_receiver     text        NOT NULL,
     lane_error        text
 ) WITH (fillfactor = 70);
 
-CREATE INDEX lanes_lane_idx ON @schema@.lanes (receiver, lane_rank, lane_due_at)
+CREATE INDEX lanes_lane_idx ON @schema@.lanes (lane_receiver, lane_rank, lane_due_at)
     WHERE lane_pending;
 
 -- Requests to cancel that found the run's row taken, or that came inside a caller's transaction.
@@ -200,7 +204,8 @@ CREATE TABLE @schema@.ledger_runs (
     accepted_at    timestamptz NOT NULL,
     updated_at     timestamptz NOT NULL,
     applied_seq    integer     NOT NULL,     -- last lifecycle fact applied
-    applied_facts  integer     NOT NULL,     -- how many were applied: equal, or one was lost or doubled
+    applied_facts  integer     NOT NULL,     -- how many were applied, and how many were passed over: together
+    passed_facts   integer     NOT NULL DEFAULT 0,  -- applied_seq, or one was lost or doubled
     attempts       integer     NOT NULL DEFAULT 0,
     started_at     timestamptz,
     finished_at    timestamptz,

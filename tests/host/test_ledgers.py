@@ -251,7 +251,7 @@ async def test_a_rejected_delivery_blocks_its_lane_visibly_and_no_other(hosts: H
 async def test_a_lane_is_blocked_after_too_many_failures(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.lanes._MOST_ATTEMPTS", 3)
+    monkeypatch.setattr("actors.delivery.MOST_ATTEMPTS", 3)
     ledger = Scripted([LedgerRetry(0.01)] * 10)
     async with hosts.open(echo, ledger=ledger) as rt:
         handle = await rt.submit(echo, 1)

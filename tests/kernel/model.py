@@ -72,15 +72,18 @@ class LaneModel:
             return "lost"
         return "acked"
 
-    def hand_back(self, now: float, token: int, delay: float, reason: str | None, unsent: bool) -> str:
+    def hand_back(self, now: float, token: int, ending: str, delay: float) -> str:
         if self.token != token:
             return "lost"
         if self.expires is not None:
-            self.expires, self.error = None, reason
-            self.due = now + delay if reason is None else NEVER
-            if unsent:
+            blocked = ending == "blocked"
+            self.expires, self.error = None, "rejected" if blocked else None
+            self.due = NEVER if blocked else now + delay
+            if ending == "unsent":
                 self.frozen = None if self.attempts == 1 else self.frozen
                 self.attempts -= 1
+            elif ending == "given_up":
+                self.attempts = max(1, self.attempts - 1)
         return "done"
 
     def renew(self, now: float, token: int, lease: float) -> str:

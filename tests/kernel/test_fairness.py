@@ -149,7 +149,7 @@ async def test_blocked_lanes_and_lanes_in_flight_hide_nobody(dsn: str, schema: s
         await kernel.freeze_clock()
         await submit_many(kernel, 6)
         blocked, held = await kernel.claim_lanes(limit=2)
-        assert await kernel.hand_back(blocked, reason="rejected") == "done"
+        assert await kernel.hand_back(blocked, ending="blocked", reason="rejected") == "done"
         await lanes.renew(kernel.session, Lane.LIFECYCLE, [held], lease_s=500.0)
         await kernel.advance(31.0)  # the held lane's due time has passed, its lease has not
         seen = [prefix.run_id for _ in range(3) for prefix in await kernel.claim_lanes(limit=2)]

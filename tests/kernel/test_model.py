@@ -576,8 +576,8 @@ class KernelMachine(RuleBasedStateMachine):
         assert self.do(self.kernel.apply, self.turns[pick % len(self.turns)].prefix)
 
     @precondition(lambda self: self.turns)
-    @rule(pick=index, kind=st.sampled_from(["now", "later", "unsent", "unsent", "block"]))
-    def hand_back(self, pick: int, kind: str) -> None:
+    @rule(pick=index, ending=st.sampled_from(["given_up", "failed", "unsent", "unsent", "blocked"]))
+    def hand_back(self, pick: int, ending: str) -> None:
         item = self.turns[pick % len(self.turns)].prefix
         state = self.model.runs[item.run_id].lane(item.lane)
         assert state is not None
@@ -588,17 +588,14 @@ class KernelMachine(RuleBasedStateMachine):
             else "SELECT coalesce(max(seq), 0) FROM @schema@.ledger_logs WHERE run_id = $1",
             item.run_id,
         )
-        unsent = kind == "unsent" and applied <= state.acked  # only who has sent nothing may say so
-        fields: dict[str, Any] = {
-            "delay_s": 7.0 if kind == "later" else 0.0,
-            "reason": "rejected" if kind == "block" else None,
-            "unsent": unsent,
-        }
-        expected = state.hand_back(
-            self.model.now, item.token, fields["delay_s"], fields["reason"], fields["unsent"]
-        )
+        if ending == "unsent" and applied > state.acked:
+            ending = "given_up"  # only who has sent nothing may say so
+        delay_s = 7.0 if ending == "failed" else 0.0
+        expected = state.hand_back(self.model.now, item.token, ending, delay_s)
+        reason = "rejected" if ending == "blocked" else None
+        fields = {"ending": ending, "delay_s": delay_s, "reason": reason}
         assert self.twice(self.kernel.hand_back, item, **fields) == expected
-        if unsent:  # and who has said so must not send any more
+        if ending == "unsent":  # and who has said so must not send any more
             self.turns = [turn for turn in self.turns if turn.prefix is not item]
 
     @precondition(lambda self: self.turns)

@@ -89,7 +89,7 @@ SELECT run_id, 'step', 'work', 'completed', true, 1, 9, 1, 0, created_at, create
 INSERT INTO @schema@.events (run_id, event_id, name, payload, created_at, wait_key)
 SELECT run_id, 'e' || n, 'answer', '1', created_at, CASE n WHEN 1 THEN 'nap' END
   FROM @schema@.runs, generate_series(1, 2) AS n WHERE run_id LIKE 'old-%';
-INSERT INTO @schema@.lanes (run_id, receiver, last_seq, acked_seq, lane_due_at)
+INSERT INTO @schema@.lanes (run_id, lane_receiver, last_seq, acked_seq, lane_due_at)
 SELECT run_id, '', 3, CASE WHEN run_id LIKE '%9' THEN 1 ELSE 3 END, lane_due_at
   FROM @schema@.runs WHERE run_id LIKE 'old-%';
 INSERT INTO @schema@.ledger_runs (run_id, play, status, accepted_at, updated_at, applied_seq, applied_facts)
@@ -388,7 +388,7 @@ def _lane_turn(lane: Lane) -> Call:
         for _again in range(2):
             answers = await lanes.acknowledge(kernel.session, lane, prefixes, prefix=1, lease_s=30.0)
             assert all(answer.answer == "acked" for answer in answers)
-        backs = [lanes.HandBack(prefix.run_id, prefix.token) for prefix in prefixes]
+        backs = [lanes.HandBack(prefix.run_id, prefix.token, "given_up") for prefix in prefixes]
         for _again in range(2):
             assert set(await lanes.hand_back(kernel.session, lane, backs)) <= {"done"}
 

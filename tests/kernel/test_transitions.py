@@ -227,7 +227,7 @@ async def test_a_prefix_that_somebody_may_have_sent_stays_frozen(dsn: str, schem
         for _ in range(2):  # two later owners find that they cannot send
             (again,) = await kernel.claim_lanes(prefix=8)
             assert (again.seqs, again.attempt) == (sent.seqs, 2)
-            assert await kernel.hand_back(again, unsent=True) == "done"
+            assert await kernel.hand_back(again, ending="unsent") == "done"
         await check_invariants(kernel.session)
 
 
@@ -235,7 +235,7 @@ async def test_a_prefix_that_nobody_has_sent_may_grow(dsn: str, schema: str) -> 
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
         (first,) = await kernel.claim_lanes(prefix=8)
-        assert await kernel.hand_back(first, unsent=True) == "done"
+        assert await kernel.hand_back(first, ending="unsent") == "done"
         await kernel.say(item, 1)
         (second,) = await kernel.claim_lanes(prefix=8)
         assert (list(second.seqs), second.attempt) == ([1, 2, 3], 1)
@@ -317,14 +317,14 @@ async def test_a_lane_that_is_tried_again_keeps_the_prefix_that_has_been_out(dsn
         firsts = {}
         for lane in Lane:
             (firsts[lane],) = await kernel.claim_lanes(lane)
-            assert await kernel.hand_back(firsts[lane], reason="rejected") == "done"
+            assert await kernel.hand_back(firsts[lane], ending="blocked", reason="rejected") == "done"
             assert await kernel.claim_lanes(lane) == []
             assert await kernel.say(item, 3 + lane.value, lane) == "done"
         assert await kernel.fetchval("SELECT @schema@.retry_lane($1)", item.run_id) is True
         assert await kernel.fetchval("SELECT @schema@.retry_lane($1)", item.run_id) is False
         for lane, first in firsts.items():
             (second,) = await kernel.claim_lanes(lane)
-            assert await kernel.hand_back(second, unsent=True) == "done"
+            assert await kernel.hand_back(second, ending="unsent") == "done"
             (third,) = await kernel.claim_lanes(lane)
             for again in (second, third):
                 assert (again.seqs, again.payloads) == (first.seqs, first.payloads)

@@ -33,7 +33,8 @@ _RULES = {
         SELECT run_id FROM (
             SELECT run_id, seq, type,
                    lag(type) OVER (PARTITION BY run_id ORDER BY seq) AS before
-              FROM facts WHERE lane = 0 AND type <> 'run.progress') f
+              FROM facts WHERE lane = 0 AND type <> 'run.progress'
+                           AND payload ->> 'kind' IS DISTINCT FROM 'detached_runner') f
          WHERE NOT CASE type
                WHEN 'run.created'   THEN before IS NULL AND seq = 1
                WHEN 'run.started'   THEN before IN ('run.created', 'run.requeued', 'run.resumed')
@@ -60,6 +61,7 @@ _RULES = {
         SELECT a.run_id FROM attempts a
           JOIN (SELECT run_id, type, payload, lag(payload) OVER w AS start, lag(type) OVER w AS before
                   FROM facts WHERE lane = 0 AND type <> 'run.progress'
+                           AND payload ->> 'kind' IS DISTINCT FROM 'detached_runner'
                 WINDOW w AS (PARTITION BY run_id ORDER BY seq)) f
             ON f.run_id = a.run_id AND f.before = 'run.started' AND (f.start ->> 'attempt')::integer = a.attempt
          WHERE NOT CASE a.outcome
@@ -155,12 +157,12 @@ _RULES = {
             OR (lane_pending AND (lane_due_at = 'infinity') <> (lane_error IS NOT NULL))""",
     "only a live attempt can be logging, and a lane of logs belongs to a run": """
         SELECT l.run_id FROM lanes l LEFT JOIN runs r ON r.run_id = l.run_id
-         WHERE r.run_id IS NULL OR r.attempt = 0 OR r.receiver <> l.receiver""",
+         WHERE r.run_id IS NULL OR r.attempt = 0 OR r.receiver <> l.lane_receiver""",
     # --- the ledger ----------------------------------------------------------------------------------
     "the ledger has applied each fact once, in order, and all that is acknowledged": """
         SELECT coalesce(r.run_id, l.run_id) FROM runs r FULL JOIN ledger_runs l ON l.run_id = r.run_id
          WHERE r.receiver = '' IS NOT FALSE
-           AND (r.run_id IS NULL OR l.applied_seq <> l.applied_facts
+           AND (r.run_id IS NULL OR l.applied_seq <> l.applied_facts + l.passed_facts
                 OR coalesce(l.applied_seq, 0) NOT BETWEEN r.acked_seq AND r.last_seq)""",
     "a ledger that has everything says what the run says": """
         SELECT r.run_id FROM runs r JOIN ledger_runs l ON l.run_id = r.run_id AND l.applied_seq = r.last_seq
@@ -172,7 +174,7 @@ _RULES = {
             OR l.accepted_at <> r.created_at""",
     "the ledger has each log line once, in order, and all that is acknowledged": """
         SELECT l.run_id FROM lanes l LEFT JOIN ledger_logs g ON g.run_id = l.run_id
-         WHERE l.receiver = ''
+         WHERE l.lane_receiver = ''
          GROUP BY l.run_id
         HAVING count(g.seq) <> coalesce(max(g.seq), 0) OR count(g.seq) NOT BETWEEN l.acked_seq AND l.last_seq""",
 }

@@ -265,6 +265,23 @@ class Kernel:
     async def fact_types(self, run_id: str, lane: Lane = Lane.LIFECYCLE) -> list[str]:
         return [fact.type for fact in await facts.read(self.session, run_id) if fact.lane is lane]
 
+    async def append_quiet(self, run_id: str, type_: str = "run.waiting", *, quiet: bool = True) -> None:
+        """Append a fact of a detached runner, as a transition would; ``quiet`` False: a like one that people see."""
+        await self.execute(
+            """WITH moved AS (
+                   UPDATE @schema@.runs
+                      SET last_seq = last_seq + 1,
+                          quiet_seq = CASE WHEN $3 THEN last_seq + 1 ELSE quiet_seq END,
+                          lane_due_at = CASE WHEN lane_pending THEN lane_due_at ELSE @schema@.clock() END
+                    WHERE run_id = $1 RETURNING run_id, last_seq)
+               INSERT INTO @schema@.facts (run_id, lane, seq, type, created_at, payload)
+               SELECT run_id, 0, last_seq, $2, @schema@.clock(),
+                      jsonb_build_object('kind', CASE WHEN $3 THEN 'detached_runner' ELSE 'sleep' END) FROM moved""",
+            run_id,
+            type_,
+            quiet,
+        )
+
     # --- lanes ---------------------------------------------------------------------------------------
 
     async def claim_lanes(
@@ -275,16 +292,19 @@ class Kernel:
         limit: int = 100,
         prefix: int = 8,
         lease_s: float = 30.0,
+        most_rank: int = lanes.LEAST_URGENT,
         oldest: bool = False,
+        receivers: Sequence[str] = (lanes.OWN_LEDGER,),
     ) -> list[lanes.Prefix]:
         prefixes, _ = await lanes.claim(
             self.session,
             lane,
-            receivers=[lanes.OWN_LEDGER],
+            receivers=receivers,
             token=token or new_token(),
             limit=limit,
             prefix=prefix,
             lease_s=lease_s,
+            most_rank=most_rank,
             oldest=oldest,
         )
         return prefixes
@@ -304,15 +324,21 @@ class Kernel:
 
     async def hand_back(self, item: lanes.Prefix, **fields: Any) -> str:
         (answer,) = await lanes.hand_back(
-            self.session, item.lane, [lanes.HandBack(item.run_id, item.token, **fields)]
+            self.session, item.lane, [lanes.HandBack(item.run_id, item.token, **{"ending": "given_up", **fields})]
         )
         return answer
 
     async def deliver(
-        self, lane: Lane = Lane.LIFECYCLE, *, limit: int = 100, prefix: int = 64, oldest: bool = False
+        self,
+        lane: Lane = Lane.LIFECYCLE,
+        *,
+        limit: int = 100,
+        prefix: int = 64,
+        oldest: bool = False,
+        receivers: Sequence[str] = (lanes.OWN_LEDGER,),
     ) -> lanes.Turn:
         return await lanes.deliver(
-            self.session, lane, receivers=[lanes.OWN_LEDGER], limit=limit, prefix=prefix, oldest=oldest
+            self.session, lane, receivers=receivers, limit=limit, prefix=prefix, oldest=oldest
         )
 
 

@@ -309,13 +309,16 @@ def _of_lane(lane: Lane) -> list[Transition]:
         return attrs.evolve(await kernel.acknowledge(held(subject)), lags=[])
 
     async def hand_back(kernel: Kernel, subject: Subject) -> Any:
-        return await kernel.hand_back(held(subject), delay_s=4.0)
+        return await kernel.hand_back(held(subject), ending="failed", delay_s=4.0)
 
     async def unsend(kernel: Kernel, subject: Subject) -> Any:
-        return await kernel.hand_back(held(subject), unsent=True)
+        return await kernel.hand_back(held(subject), ending="unsent")
 
     async def block(kernel: Kernel, subject: Subject) -> Any:
-        return await kernel.hand_back(held(subject), reason="rejected")
+        return await kernel.hand_back(held(subject), ending="blocked", reason="rejected")
+
+    async def give_up(kernel: Kernel, subject: Subject) -> Any:
+        return await kernel.hand_back(held(subject))
 
     async def renew(kernel: Kernel, subject: Subject) -> Any:
         (answer,) = await lanes.renew(kernel.session, lane, [held(subject)], lease_s=400.0)
@@ -332,6 +335,7 @@ def _of_lane(lane: Lane) -> list[Transition]:
         Transition(f"{lane.label} hand back", leased, hand_back, busy),
         Transition(f"{lane.label} hand back unsent", leased, unsend, busy),
         Transition(f"{lane.label} block", leased, block, busy),
+        Transition(f"{lane.label} give up", leased, give_up, busy),
         Transition(f"{lane.label} renew", leased, renew, busy),
         Transition(f"{lane.label} deliver", free, deliver, (None,)),
     ]
