@@ -10,7 +10,7 @@ _names.check()
 
 from runtime.api import Runtime  # noqa: E402 - the check comes first
 from runtime.client import Client, SyncClient  # noqa: E402
-from runtime.codec import JsonCodec  # noqa: E402
+from runtime.codec import JsonCodec, Seal, SealedCodec  # noqa: E402
 from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.context import Context, SyncContext  # noqa: E402
 from runtime.executor import PlayTimedOut  # noqa: E402
@@ -117,6 +117,8 @@ __all__ = [
     "Schedule",
     "ScheduleNotFound",
     "ScheduleStatus",
+    "Seal",
+    "SealedCodec",
     "Submit",
     "SyncClient",
     "SyncContext",

@@ -183,14 +183,27 @@ class Verbs:
         answers = await self._link.admit(prepared)
         for item, answer in zip(prepared, answers, strict=True):
             check_admitted(item, answer)
-        return [Handle(answer.run_id, self, created=answer.created) for answer in answers]
+        plays = [self._link.submissions.known(item.play) for item in asked]
+        return [
+            Handle(answer.run_id, self, created=answer.created, play=play)
+            for answer, play in zip(answers, plays, strict=True)
+        ]
 
-    def handle(self, run_id: str) -> Handle:
-        """A handle of any run of this schema, from any process. Asks nothing yet."""
-        return Handle(ids.check_run_id(run_id), self)
+    def handle(self, run_id: str, play: Play | None = None) -> Handle:
+        """A handle of any run of this schema, from any process. Asks nothing yet.
 
-    async def result(self, run_id: str, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109 - part of the API
-        """The run's output, once it has ended.
+        ``play``, the run's own, makes its output an instance of the play's output class.
+        """
+        return Handle(ids.check_run_id(run_id), self, play=play)
+
+    async def result(
+        self,
+        run_id: str,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - part of the API
+        play: Play | None = None,
+    ) -> Any:
+        """The run's output, once it has ended: an instance of the output class of ``play``, if given and it has one.
 
         Raises RunFailed or RunCancelled when it ended so, RunNotFound, or ResultTimeout when ``timeout`` seconds
         passed first; the run then goes on. Raises HostStopping when the runtime stops first.
@@ -199,7 +212,7 @@ class Verbs:
         terminal = await self._link.ended(ids.check_run_id(run_id), limit_s)
         if terminal is None:
             raise ResultTimeout(f"run {run_id} has not ended within {limit_s:g} s; it goes on")
-        return output_of(terminal)
+        return output_of(terminal, self._link.submissions.codec, play)
 
     async def status(self, run_id: str) -> RunStatus:
         """What is now. Raises RunNotFound."""

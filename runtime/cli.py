@@ -263,7 +263,7 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
         show.print_json(
             {"run_id": run_id, "created": created, "status": terminal.status, **(terminal.payload or {})}
         )
-    output = output_of(terminal)
+    output = output_of(terminal, JsonCodec())
     if not settings.as_json:
         show.print_json(output)
 

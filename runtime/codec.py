@@ -4,6 +4,10 @@ Owns the canonical form of everything a run stores (inputs, outputs, events, log
 what can be stored at all; the limits are checked here, before the database sees anything. It never talks
 to the database and never changes a value silently: what it cannot store it refuses, by path.
 
+What another codec than plain JSON has written stands in an envelope that names it:
+``{"$codec": name, "data": text}``, and ``"same"`` where equal payloads can be told without reading them. Plain JSON has
+none, so that what was stored before a codec came into use stays readable.
+
 Canonical form: UTF-8, sorted keys, no white space, tuples as lists, ``-0.0`` as ``0.0``, and floats of
 1e16 and more in positional notation (``10000000000000000000000.0``), because ``jsonb`` would otherwise
 give them back as integers.
@@ -16,11 +20,12 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import attrs
 import cattrs
 from cattrs.errors import StructureHandlerNotFoundError
+from cattrs.v import format_exception
 
 from sql.errors import PayloadRefused
 
@@ -284,12 +289,14 @@ def _fields_of(value: object) -> dict[str, Any] | None:
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(kind)}
     dump: Callable[..., Any] | None = getattr(kind, "model_dump", None)
     if dump is not None and hasattr(kind, "model_validate"):
-        dumped = dump(value, mode="json")
+        dumped = dump(value, mode="json", by_alias=True)  # as model_validate reads it
         return dumped if isinstance(dumped, dict) else {"root": dumped}
     return None
 
 
 def _encode(value: Any, limit_bytes: int, max_depth: int) -> str:
+    if _envelope(value) is not None:
+        raise _Refused(f"an object of {_MARK} and data alone is the form of an encoded payload")
     if not _is_plain(value, limit_bytes, max_depth):
         return _Writer(limit_bytes, max_depth).text(value)
     text = _ENCODER.encode(value)
@@ -339,10 +346,27 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook(float, _strict(float, float, int))
     converter.register_structure_hook(str, _strict(str, str))
     converter.register_structure_hook(bool, _strict(bool, bool))
+    # A pydantic class as a field of another kind of class.
+    converter.register_structure_hook_func(
+        lambda kind: hasattr(kind, "model_validate"), lambda value, kind: kind.model_validate(value)
+    )
     return converter
 
 
 _CONVERTER = _converter()
+
+
+def _problem(error: BaseException, kind: type | None) -> str:
+    return _pydantic_problems(error, "") or format_exception(error, kind)
+
+
+def _pydantic_problems(error: BaseException, what: str) -> str | None:
+    """What pydantic complains of, field by field, without the values: those may be secrets."""
+    listed: Callable[..., Any] | None = getattr(error, "errors", None)
+    if listed is None:
+        return None
+    found = listed(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{what}{''.join(map(_step_text, one['loc']))}: {one['msg']}" for one in found)
 
 
 # --- errors and replacements -------------------------------------------------------------------------
@@ -440,14 +464,39 @@ def error_record(error: BaseException) -> dict[str, str]:
     }
 
 
+# --- envelopes ---------------------------------------------------------------------------------------
+
+_MARK = "$codec"
+
+
+@attrs.frozen
+class _Envelope:
+    name: str
+    data: str
+
+
+def _envelope(value: Any) -> _Envelope | None:
+    """What a stored value says of itself if another codec than plain JSON has written it."""
+    if not isinstance(value, dict) or _MARK not in value or not value.keys() <= {_MARK, "data", "same"}:
+        return None
+    name, data = value[_MARK], value.get("data")
+    return _Envelope(name, data) if isinstance(name, str) and isinstance(data, str) else None
+
+
+def _decoded(text: str, what: str) -> Any:
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise PayloadRefused(what, "nested too deep to be read") from None
+    except ValueError as error:
+        raise PayloadRefused(what, _clip(str(error), 300)) from None
+
+
 # --- the codec ---------------------------------------------------------------------------------------
 
 
-@attrs.frozen(slots=True)
 class JsonCodec:
-    """JSON as text. ``name`` is stored with each payload, so that another codec can read old ones apart."""
-
-    name: str = "json"
+    """Payloads as plain JSON text."""
 
     def encode(self, value: Any, *, what: str, limit_bytes: int, max_depth: int) -> str:
         """The canonical JSON text of ``value``.
@@ -455,10 +504,10 @@ class JsonCodec:
         attrs, dataclass and pydantic objects are written as their fields. Raises PayloadRefused, with the
         path below ``what`` as its field, for: more than ``limit_bytes`` of UTF-8, more than ``max_depth``
         nested containers, NaN or infinity, NUL characters, lone surrogates, integers of more than 640
-        digits, keys that are not str, and every other type.
+        digits, keys that are not str, and every other type. So it does for the form of an envelope.
         """
         try:
-            return _encode(value, limit_bytes, max_depth)
+            return self._written(_encode(value, limit_bytes, max_depth))
         except _Refused as refused:
             raise PayloadRefused(refused.path(what), refused.reason) from None
 
@@ -471,7 +520,7 @@ class JsonCodec:
         known (at least that many). Only an error that an object's own serializer raises leaves this call.
         """
         try:
-            return _encode(value, limit_bytes, max_depth), None
+            return self._written(_encode(value, limit_bytes, max_depth)), None
         except _Refused as refused:
             detail = scrub(f"{refused.path('output')}: {refused.reason}", 500)
             record = {
@@ -486,12 +535,21 @@ class JsonCodec:
     def decode(self, text: str, *, what: str = "payload") -> Any:
         """The value of a stored JSON text. Raises PayloadRefused when Python cannot hold it: not JSON, a
         number beyond a float or with more digits than this process converts, or nested too deep."""
-        try:
-            return _DECODER.decode(text)
-        except RecursionError:
-            raise PayloadRefused(what, "nested too deep to be read") from None
-        except ValueError as error:
-            raise PayloadRefused(what, _clip(str(error), 300)) from None
+        return self.read(_decoded(text, what), what=what)
+
+    def read(self, value: Any, *, what: str = "payload") -> Any:
+        """The same for JSON that is decoded already. Raises PayloadRefused for what another codec has written."""
+        sealed = _envelope(value)
+        return value if sealed is None else self._read(sealed, what)
+
+    def _written(self, text: str) -> str:
+        """The JSON text that is stored for a canonical one."""
+        return text
+
+    def _read(self, sealed: _Envelope, what: str) -> Any:
+        raise PayloadRefused(
+            what, f"was written with the codec {preview(sealed.name)}, which is not in use here"
+        )
 
     def structure(self, value: Any, wanted: type, *, what: str) -> Any:
         """A decoded value as an instance of ``wanted``, an attrs, dataclass or pydantic class.
@@ -506,7 +564,59 @@ class JsonCodec:
                 raise TypeError(f"expected an object, not {type_name(value)}")
             return _CONVERTER.structure(value, wanted)
         except (cattrs.BaseValidationError, StructureHandlerNotFoundError) as error:
-            problems = "; ".join(cattrs.transform_error(error, path=what))
+            problems = "; ".join(cattrs.transform_error(error, path=what, format_exception=_problem))
             raise PayloadRefused(what, _clip(problems, 1_000)) from error
         except (ValueError, TypeError) as error:
-            raise PayloadRefused(what, _clip(f"not a {wanted.__name__}: {error}", 1_000)) from error
+            problems = _pydantic_problems(error, what) or str(error)
+            raise PayloadRefused(what, _clip(f"not a {wanted.__name__}: {problems}", 1_000)) from error
+
+
+class Seal(Protocol):
+    """How a ``SealedCodec`` hides payloads: for example encryption, see ``examples/encryption.py``."""
+
+    @property
+    def name(self) -> str:
+        """What is stored with each payload, to know again how to read it."""
+        ...
+
+    def seal(self, text: bytes) -> str:
+        """JSON text, made unreadable."""
+        ...
+
+    def unseal(self, sealed: str) -> bytes:
+        """The JSON text again. Raises ValueError for what it cannot read, with a reason that reveals nothing."""
+        ...
+
+    def same(self, text: bytes) -> str | None:
+        """Equal for equal texts, and saying no more of them: how an idempotency key's input is compared without being
+        read. None: it cannot be, and a submit that is repeated with its key conflicts."""
+        ...
+
+
+class SealedCodec(JsonCodec):
+    """JSON that nobody reads without the keys: inputs, outputs, events and log fields go through a ``Seal``.
+
+    ``seal`` writes and reads. ``others`` only read what was written under their names before. Plain JSON from before
+    is read as it is. Error messages, log lines' text, labels and keys are not sealed. Limits are of the plain text.
+    """
+
+    def __init__(self, seal: Seal, *others: Seal) -> None:
+        self._seal = seal
+        self._seals = {one.name: one for one in (*others, seal)}
+
+    def _written(self, text: str) -> str:
+        plain = text.encode()
+        envelope = {_MARK: self._seal.name, "data": self._seal.seal(plain), "same": self._seal.same(plain)}
+        return _ENCODER.encode({key: value for key, value in envelope.items() if value is not None})
+
+    def _read(self, sealed: _Envelope, what: str) -> Any:
+        seal = self._seals.get(sealed.name)
+        if seal is None:
+            return super()._read(sealed, what)
+        try:
+            text = seal.unseal(sealed.data).decode()
+        except ValueError as error:
+            raise PayloadRefused(
+                what, f"cannot be read with the codec {preview(seal.name)}: {error}"
+            ) from error
+        return _decoded(text, what)

@@ -139,8 +139,6 @@ class Executor:
         return self._failed(play, attempt, failure)
 
     def _completed(self, attempt: Attempt, output: Any) -> Settlement:
-        if output is None:
-            return self._settlement(attempt, "completed", '{"output":null}')
         text, replaced = self._codec.encode_output(
             output, limit_bytes=self._config.max_payload_bytes, max_depth=self._config.max_depth
         )

@@ -24,6 +24,7 @@ from sql.errors import DuplicateRun, IdempotencyConflict, InputRefused, UnknownP
 from sql.types import SCOPES, SURFACES, TRIGGERS
 
 _NAME = re.compile(NAME_PATTERN)
+_JSON = JsonCodec()
 
 
 @attrs.frozen(kw_only=True)
@@ -84,7 +85,7 @@ class Submissions:
         routes: Routes,
     ) -> None:
         self._config = config
-        self._codec = codec
+        self.codec = codec
         self._plays = plays
         self._buckets_of = buckets_of
         self._routes = routes
@@ -96,13 +97,13 @@ class Submissions:
         buckets = self._buckets.get(name)
         if buckets is None:
             buckets = await self._look_up(name)
-        text = self._codec.encode(
+        text = self.codec.encode(
             item.input,
             what="input",
             limit_bytes=self._config.max_payload_bytes,
             max_depth=self._config.max_depth,
         )
-        key = self._concurrency_key(item, name, text)
+        key = self._concurrency_key(item, text)
         priority = ids.check_priority(item.priority)
         delay_s, at = ids.check_when(item.delay, item.at)
         labels = ids.check_labels(item.labels)
@@ -121,10 +122,14 @@ class Submissions:
             receiver=receiver,
             labels=None
             if not labels
-            else self._codec.encode(labels, what="labels", limit_bytes=65_536, max_depth=2),
+            else _JSON.encode(labels, what="labels", limit_bytes=65_536, max_depth=2),
             extras=self._extras(item, key),
             replaces=item.on_conflict == "replace",
         )
+
+    def known(self, play: Play | str) -> Play | None:
+        """The play itself, where a caller gave it or this host has it."""
+        return play if isinstance(play, Play) else self._plays.get(play)
 
     def _extras(self, item: Submit, concurrency_key: str | None) -> str | None:
         """The JSON text of what few runs have; None for a plain run."""
@@ -140,30 +145,30 @@ class Submissions:
         extras = {name: value for name, value in given.items() if value is not None}
         if not extras:
             return None
-        return self._codec.encode(extras, what="options", limit_bytes=65_536, max_depth=3)
+        return _JSON.encode(extras, what="options", limit_bytes=65_536, max_depth=3)
 
     def payload(self, value: Any) -> str:
         """The JSON text of an event's payload. Raises PayloadRefused."""
-        return self._codec.encode(
+        return self.codec.encode(
             value,
             what="payload",
             limit_bytes=self._config.max_payload_bytes,
             max_depth=self._config.max_depth,
         )
 
-    def _concurrency_key(self, item: Submit, name: str, text: str) -> str | None:
+    def _concurrency_key(self, item: Submit, text: str) -> str | None:
         """The run's key: the caller's, or what the play makes of the input, where the play is known here.
 
         Refuses an input that the play's own type refuses, on the way; its host does so anyway.
         """
-        play = item.play if isinstance(item.play, Play) else self._plays.get(name)
+        play = self.known(item.play)
         given = ids.check_concurrency_key(item.concurrency_key)
         wanted = play is not None and play.concurrency_key is not None and given is None
         if play is None or not (wanted or play.input_type is not None):
             return given
-        data = self._codec.decode(text, what="input")
+        data = self.codec.decode(text, what="input")
         if play.input_type is not None:
-            data = self._codec.structure(data, play.input_type, what="input")
+            data = self.codec.structure(data, play.input_type, what="input")
         if not wanted or play.concurrency_key is None:
             return given
         try:

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from runtime import ids
 from runtime.api import Verbs
 from runtime.handle import Handle
+from runtime.plays import Play
 from sql.types import CancelOutcome, RunStatus
 
 P = ParamSpec("P")
@@ -43,7 +44,7 @@ def _one(
     @functools.wraps(verb)
     def call(self: SyncVerbs, /, *args: P.args, **kwargs: P.kwargs) -> SyncHandle:
         made = self._call(lambda: verb(self._verbs, *args, **kwargs))
-        return SyncHandle(made.run_id, self, created=made.created)
+        return SyncHandle(made.run_id, self, created=made.created, play=made.play)
 
     return call
 
@@ -54,7 +55,7 @@ def _many(
     @functools.wraps(verb)
     def call(self: SyncVerbs, /, *args: P.args, **kwargs: P.kwargs) -> list[SyncHandle]:
         made = self._call(lambda: verb(self._verbs, *args, **kwargs))
-        return [SyncHandle(one.run_id, self, created=one.created) for one in made]
+        return [SyncHandle(one.run_id, self, created=one.created, play=one.play) for one in made]
 
     return call
 
@@ -84,17 +85,20 @@ class SyncVerbs:
     fires = _blocking(Verbs.fires)
     repair_fire = _one(Verbs.repair_fire)
 
-    def handle(self, run_id: str) -> SyncHandle:
-        """A handle of any run of this schema. Asks nothing yet."""
-        return SyncHandle(ids.check_run_id(run_id), self)
+    def handle(self, run_id: str, play: Play | None = None) -> SyncHandle:
+        """As ``Runtime.handle``."""
+        return SyncHandle(ids.check_run_id(run_id), self, play=play)
 
 
 class SyncHandle:
     """As ``Handle``, with blocking calls."""
 
-    def __init__(self, run_id: str, verbs: SyncVerbs, *, created: bool | None = None) -> None:
+    def __init__(
+        self, run_id: str, verbs: SyncVerbs, *, created: bool | None = None, play: Play | None = None
+    ) -> None:
         self.run_id = run_id
         self.created = created
+        self.play = play
         self._verbs = verbs
 
     def __repr__(self) -> str:
@@ -102,7 +106,7 @@ class SyncHandle:
 
     def result(self, timeout: float | None = None) -> Any:
         """As ``Handle.result``."""
-        return self._verbs.result(self.run_id, timeout=timeout)
+        return self._verbs.result(self.run_id, timeout=timeout, play=self.play)
 
     def status(self) -> RunStatus:
         """As ``Handle.status``."""

@@ -273,10 +273,10 @@ class AsyncioVerbs:
     fires = _awaited(Verbs.fires)
     repair_fire = _one(Verbs.repair_fire)
 
-    def handle(self, run_id: str) -> Handle:
+    def handle(self, run_id: str, play: Play | None = None) -> Handle:
         """A handle of any run of this schema, whose calls are awaited from asyncio. Asks nothing yet."""
-        return Handle(ids.check_run_id(run_id), self)
+        return Handle(ids.check_run_id(run_id), self, play=play)
 
     def _own(self, handle: Handle) -> Handle:
         """The same run, its calls awaited from asyncio."""
-        return Handle(handle.run_id, self, created=handle.created)
+        return Handle(handle.run_id, self, created=handle.created, play=handle.play)

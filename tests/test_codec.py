@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import enum
+import hashlib
 import json
 import math
 import uuid
@@ -14,6 +15,7 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 import attrs
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from runtime.codec import (
     MESSAGE_BYTES,
     TRACEBACK_BYTES,
     JsonCodec,
+    SealedCodec,
     error_record,
     preview,
     quoted,
@@ -32,6 +35,7 @@ from sql.errors import PayloadRefused
 
 LIMIT = 1_048_576
 DEPTH = 64
+LIMITS: dict[str, Any] = {"limit_bytes": LIMIT, "max_depth": DEPTH}
 
 codec = JsonCodec()
 
@@ -387,24 +391,103 @@ def test_attrs_and_dataclass_objects_round_trip() -> None:
     assert codec.structure(codec.decode(stored), Order, what="input") == order
 
 
-def test_a_model_in_the_style_of_pydantic_round_trips() -> None:
-    class Model:
-        def __init__(self, a: int) -> None:
-            self.a = a
+class Address(pydantic.BaseModel):
+    street: str
+    since: datetime
 
-        def model_dump(self, *, mode: str) -> dict[str, Any]:
-            assert mode == "json"
-            return {"a": self.a}
 
-        @classmethod
-        def model_validate(cls, value: dict[str, Any]) -> Model:
-            return cls(**value)
+class Person(pydantic.BaseModel):
+    name: str
+    user_id: int = pydantic.Field(alias="userId")
+    addresses: list[Address] = []
+    tags: set[str] = set()
 
-    stored = encode([Model(3)])
-    assert stored == '[{"a":3}]'
-    assert codec.structure({"a": 4}, Model, what="input").a == 4
-    with pytest.raises(PayloadRefused, match="input: not a Model"):
-        codec.structure({"b": 4}, Model, what="input")
+
+@dataclasses.dataclass
+class Parcel:
+    to: Person
+    weight: float
+
+
+def test_pydantic_objects_round_trip() -> None:
+    since = datetime(2026, 1, 31, tzinfo=UTC)
+    person = Person(name="Ada", userId=7, addresses=[Address(street="Ü", since=since)], tags={"a"})
+    stored = encode(person)
+    assert json.loads(stored)["userId"] == 7
+    assert codec.structure(codec.decode(stored), Person, what="input") == person
+    parcel = Parcel(person, 1.5)
+    assert codec.structure(codec.decode(encode(parcel)), Parcel, what="input") == parcel
+    with pytest.raises(PayloadRefused, match=r"input: not a Person: input\.userId: Field required$"):
+        codec.structure({"name": "Ada"}, Person, what="input")
+    with pytest.raises(PayloadRefused, match=r"userId"):
+        codec.structure({"to": {"name": "Ada"}, "weight": 1.0}, Parcel, what="input")
+
+
+# --- sealed ----------------------------------------------------------------------------------------------
+
+
+class Backwards:
+    """Not a cipher, but nothing is where it was."""
+
+    def __init__(self, name: str = "backwards", same: bool = True) -> None:
+        self.name = name
+        self._same = same
+        self._count = 0
+
+    def seal(self, text: bytes) -> str:
+        self._count += 1  # as with a cipher, no two are alike
+        return f"{self._count}:{text.decode()[::-1]}"
+
+    def unseal(self, sealed: str) -> bytes:
+        number, _, text = sealed.partition(":")
+        if not number.isdecimal():
+            raise ValueError("not mine")
+        return text[::-1].encode()
+
+    def same(self, text: bytes) -> str | None:
+        return hashlib.sha256(text).hexdigest() if self._same else None
+
+
+def test_a_sealed_payload_names_its_codec_and_is_read_with_it() -> None:
+    sealed = SealedCodec(Backwards())
+    one, two = (sealed.encode({"a": "secret"}, what="input", **LIMITS) for _ in range(2))
+    assert "secret" not in one
+    assert json.loads(one)["$codec"] == "backwards"
+    assert one != two
+    assert json.loads(one)["same"] == json.loads(two)["same"]
+    assert sealed.decode(one) == sealed.decode(two) == {"a": "secret"}
+    assert sealed.read(json.loads(one)) == {"a": "secret"}
+    assert sealed.decode('{"a":"from before"}') == {"a": "from before"}
+    for value in (None, 0, "text", [1], {"$codec": 5}, Order(1, [])):
+        assert sealed.decode(sealed.encode(value, what="x", **LIMITS)) == json.loads(encode(value))
+
+
+def test_a_codec_that_is_not_in_use_or_cannot_read_is_named() -> None:
+    sealed = SealedCodec(Backwards())
+    text = sealed.encode(1, what="input", **LIMITS)
+    for other in (codec, SealedCodec(Backwards("other"))):
+        with pytest.raises(PayloadRefused, match="input: was written with the codec 'backwards'"):
+            other.decode(text, what="input")
+    assert SealedCodec(Backwards("new"), Backwards()).decode(text) == 1
+    with pytest.raises(PayloadRefused, match="cannot be read with the codec 'backwards': not mine"):
+        sealed.decode('{"$codec":"backwards","data":"x"}')
+
+
+@pytest.mark.parametrize("value", [{"$codec": "x", "data": "y"}, {"$codec": "x", "data": "y", "same": 1}])
+def test_what_looks_like_a_sealed_payload_is_refused(value: Any) -> None:
+    assert "form of an encoded payload" in refusal(value).reason
+    text, replaced = codec.encode_output(value, **LIMITS)
+    assert replaced is not None
+    assert "$replaced" in text
+    assert encode({**value, "more": 1})
+
+
+def test_limits_of_a_sealed_payload_are_those_of_the_plain_one() -> None:
+    sealed = SealedCodec(Backwards(same=False))
+    text = sealed.encode("x" * 98, what="input", limit_bytes=100, max_depth=4)
+    assert json.loads(text).keys() == {"$codec", "data"}
+    with pytest.raises(PayloadRefused, match="limit is 100 bytes"):
+        sealed.encode("x" * 99, what="input", limit_bytes=100, max_depth=4)
 
 
 def test_what_a_typed_object_holds_is_checked_too() -> None:

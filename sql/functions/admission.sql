@@ -22,6 +22,14 @@ AS $$
         || coalesce(p_extras - 'lane_lease_s', '{}')
 $$;
 
+-- Whether two payloads are equal, also where a codec has made them unreadable and says by "same" which are.
+CREATE OR REPLACE FUNCTION @schema@.same_payload(p_one jsonb, p_other jsonb) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT coalesce(p_one = p_other
+                    OR (p_one -> '$codec' = p_other -> '$codec' AND p_one -> 'same' = p_other -> 'same'), false)
+$$;
+
 -- Admits runs. One item per position of the arrays; positions answer in `ord`, from 1.
 --
 --   p_named     the caller chose the run id, so somebody else might too
@@ -171,7 +179,7 @@ BEGIN
                   OR (n.run_id IS NOT NULL AND n.idempotency_key IS DISTINCT FROM coalesce(i.key, n.idempotency_key))
                 THEN 'two_runs'
                 WHEN f.payload IS NULL THEN 'busy'
-                WHEN r.play = i.play AND r.org_id IS NOT DISTINCT FROM i.org_id AND f.payload -> 'input' = i.input
+                WHEN r.play = i.play AND r.org_id IS NOT DISTINCT FROM i.org_id AND same_payload(f.payload -> 'input', i.input)
                 THEN 'existing'
                 ELSE 'conflict' END,
            coalesce(i.held, r.run_id, i.run_id),

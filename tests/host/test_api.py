@@ -98,8 +98,8 @@ async def test_a_play_is_submitted_by_name_and_its_input_is_structured(hosts: Ho
         by_type = await rt.submit(typed, Order("apple", 1))
         by_json = await rt.submit("typed", {"item": "pear", "count": 2})
         assert await by_name.result(timeout=10) == [1]
-        assert await by_type.result(timeout=10) == {"item": "apple", "count": 2}
-        assert await by_json.result(timeout=10) == {"item": "pear", "count": 3}
+        assert await by_type.result(timeout=10) == Order("apple", 2)
+        assert await by_json.result(timeout=10) == Order("pear", 3)
 
 
 async def test_an_input_that_does_not_fit_the_plays_type_is_refused_where_the_play_is_known(

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import trio
 
-from runtime import Ledger, Play, RunStatus, Runtime, RuntimeConfig
+from runtime import JsonCodec, Ledger, Play, RunStatus, Runtime, RuntimeConfig
 from sql import reconcile
 from sql.connection import Session, SessionOptions, open_session
 from tests.support import servers
@@ -72,8 +72,9 @@ class Hosts:
 
     @asynccontextmanager
     async def open(self, *plays: Play, ledger: Ledger | None = None, **more: Any) -> AsyncIterator[Runtime]:
-        """A host of these plays in this process."""
-        async with Runtime.open(self.config(**more), plays=plays, ledger=ledger) as runtime:
+        """A host of these plays in this process. ``more`` are settings, and the codec."""
+        codec: JsonCodec | None = more.pop("codec", None)
+        async with Runtime.open(self.config(**more), plays=plays, ledger=ledger, codec=codec) as runtime:
             yield runtime
 
     async def ask(self, *statements: str) -> list[Any]:
