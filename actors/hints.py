@@ -77,6 +77,7 @@ class Hints:
         self.wake_waits = WakeFlag()
         self.wakes = WakeFlag(forward=self.wake_waits)  # somebody has something for a run that waits
 
+        self.chores = WakeFlag()  # of maintenance
         self.timers = WakeFlag()
         self.to_send = WakeFlag()
         self._outgoing: set[str] = set()

@@ -116,6 +116,8 @@ class Listener:
             hints.timers.set()
         if _soon(seen.schedules_s, self._backstop_s):
             hints.schedules.set()
+        if _soon(seen.chores_s, 0.0):
+            hints.chores.set()
         if seen.cancellations:
             hints.control.set()
         if seen.wakes:

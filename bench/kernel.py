@@ -88,13 +88,13 @@ class Kernel:
 
     async def admit(self, conn: Any, prepared: Sequence[_Batch]) -> None:
         """Admit all batches, one call at a time."""
-        statement = call(self.schema, "admit_runs", 18)
+        statement = call(self.schema, "admit_runs", 19)
         for batch in prepared:
             size = len(batch.run_ids)
             nothing = [None] * size
             rows = await conn.fetch(
                 statement, batch.run_ids, [False] * size, ["noop"] * size, [self.bucket] * size, [0] * size,
-                nothing, nothing, nothing, nothing, nothing, batch.inputs, batch.tokens, batch.claim,
+                nothing, nothing, nothing, nothing, nothing, batch.inputs, nothing, batch.tokens, batch.claim,
                 self.owner, LEASE_S, None, None, False,
             )  # fmt: skip
             inline = [row["ord"] - 1 for row in rows if row["claimed"]]

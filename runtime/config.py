@@ -31,6 +31,7 @@ _SECRET = frozenset({"dsn", "listen_dsn"})
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _DAY_S = 86_400.0
+_CENTURY_S = 36_525 * _DAY_S
 _ALIKE = 0.65
 
 _Check = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -61,8 +62,10 @@ def _whole(least: int, most: int, *, optional: bool = False) -> _Check:
     return check
 
 
-def _seconds(most: float = _DAY_S, *, zero: bool = False) -> _Check:
+def _seconds(most: float = _DAY_S, *, zero: bool = False, optional: bool = False) -> _Check:
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if optional and value is None:
+            return
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or not 0 <= value <= most or (value == 0 and not zero):
             least = "a number of seconds from 0" if zero else "a number of seconds above 0"
@@ -175,6 +178,18 @@ class RuntimeConfig:
     inline_delivery_ms: int = attrs.field(default=250, validator=_whole(0, 4_000))
     """What a ledger outside of the database gets to take a new run's first fact straight from its admission, before
     it is left to the lane actors. 0: always leave it to them."""
+
+    # What is kept
+    retention_s: float | None = attrs.field(
+        default=30 * 86_400, validator=_seconds(_CENTURY_S, optional=True)
+    )
+    """From the end of a run until it goes with all that it has left; None: never."""
+    log_retention_s: float | None = attrs.field(
+        default=7 * 86_400, validator=_seconds(_CENTURY_S, optional=True)
+    )
+    """From a log line until its body goes, once it is delivered; None: with its run."""
+    keep_ledger: bool = attrs.field(default=False, validator=_flag)
+    """Rows of ``ledger_runs`` and ``ledger_logs`` stay when their run goes."""
 
     # Health and logs
     health_host: str = attrs.field(default="127.0.0.1", validator=_text(255, optional=False))

@@ -31,6 +31,7 @@ from actors.hints import Hints
 from actors.lanes import LaneActor
 from actors.leases import Leases
 from actors.listener import Listener
+from actors.maintenance import Keep, Maintenance
 from actors.outbox import Carrier, InDatabaseOutbox, Outbox
 from actors.rates import Acquire, Rates, Release
 from actors.schedules import Adoption, Change, Schedules
@@ -239,6 +240,7 @@ class _Composition:
             children.append(_child("control", desk, self.requests, self.intents))
             if self.plays:
                 children += self._work()
+                children.append(_child("maintenance", self._maintenance(), stop=self.hints.chores.set))
             children.append(_child("schedules", self._schedules(), self.changes))
             children.append(_child("admission", self._admission(), self.admissions))
         else:
@@ -419,6 +421,11 @@ class _Composition:
             adoption=adoption if self.plays else None,
             on_fired=self.metrics.fired,
         )
+
+    def _maintenance(self) -> Maintenance:
+        config = self.config
+        keep = Keep(runs_s=config.retention_s, logs_s=config.log_retention_s, ledger=config.keep_ledger)
+        return Maintenance(self.options, self.hints, keep, on_done=self.metrics.maintained)
 
     def _listener(self) -> Listener:
         config = self.config

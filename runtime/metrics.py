@@ -84,6 +84,7 @@ class Metrics:
         self.registry = _Registry()
         self._clock = clock
         self._counted_at: float | None = None
+        self._kept_at: float | None = None
         registry = self.registry
         self._runs_claimed = Counter(
             "runlane_runs_claimed", "Attempts that this host claimed.", ["play"], registry=registry
@@ -127,6 +128,19 @@ class Metrics:
             registry=registry,
         )
         age.set_function(self._age_s)
+        self._runs_kept = Gauge(
+            "runlane_runs_kept",
+            "All runs that are there by status, as maintenance last counted them; see runlane_runs_kept_age_seconds.",
+            ["status"],
+            registry=registry,
+        )
+        kept_age = Gauge(
+            "runlane_runs_kept_age_seconds", "Age of the figures of runlane_runs_kept.", registry=registry
+        )
+        kept_age.set_function(self._kept_age_s)
+        self._maintained = Counter(
+            "runlane_maintained", "What this host's maintenance has done.", ["what"], registry=registry
+        )
         self._slots = Gauge("runlane_slots", "Slots of this host.", ["state"], registry=registry)
         self._claim_lag = _LagHistogram(
             "runlane_claim_lag_seconds", "From due to claimed, on the database clock."
@@ -209,8 +223,25 @@ class Metrics:
         self._lanes_blocked.set(blocked)
         self._counted_at = self._clock() - age_s
 
+    def set_kept(self, runs: Mapping[str, int], *, age_s: float) -> None:
+        """All runs by status, as maintenance counted them ``age_s`` seconds ago."""
+        self._runs_kept.clear()
+        for status, count in runs.items():
+            self._runs_kept.labels(status).set(count)
+        self._kept_at = self._clock() - age_s
+
+    def maintained(self, what: str, count: int) -> None:
+        """Maintenance did ``what`` so often: one word of a fixed set, such as ``runs_deleted``."""
+        self._maintained.labels(what).inc(count)
+
     def _age_s(self) -> float:
-        return float("nan") if self._counted_at is None else max(0.0, self._clock() - self._counted_at)
+        return self._since(self._counted_at)
+
+    def _kept_age_s(self) -> float:
+        return self._since(self._kept_at)
+
+    def _since(self, moment: float | None) -> float:
+        return float("nan") if moment is None else max(0.0, self._clock() - moment)
 
     def render(self) -> bytes:
         """Everything in the text format; its content type is ``CONTENT_TYPE``."""

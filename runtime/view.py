@@ -109,6 +109,8 @@ class View:
             lanes={"lifecycle": backlog.lifecycle, "observability": backlog.observability},
             blocked=backlog.blocked,
         )
+        if backlog.kept_age_s is not None:
+            self.metrics_.set_kept(backlog.kept, age_s=backlog.kept_age_s)
 
 
 class Reports:

@@ -24,6 +24,7 @@ class Due:
     observability_s: float | None
     leases_s: float | None
     schedules_s: float | None
+    chores_s: float | None
     cancellations: bool
     wakes: bool
 

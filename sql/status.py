@@ -40,7 +40,10 @@ class AttemptRecord:
 
 @attrs.frozen
 class Backlog:
-    """Open work, each number counted up to a limit; ``oldest_snapshot_s`` is the age of the oldest open one."""
+    """Open work, each number counted up to a limit; ``oldest_snapshot_s`` is the age of the oldest open one.
+
+    ``kept`` are all runs by status, as maintenance counted them ``kept_age_s`` ago (None: not yet).
+    """
 
     queued: int
     waiting: int
@@ -49,6 +52,8 @@ class Backlog:
     observability: int
     blocked: int
     oldest_snapshot_s: float | None
+    kept: Mapping[str, int]
+    kept_age_s: float | None
 
 
 async def read_runs(session: Session, run_ids: Sequence[str]) -> dict[str, RunStatus]:
@@ -105,7 +110,7 @@ async def backlog(session: Session, *, limit: int = 10_000) -> Backlog:
     """Open work. Costs at most ``limit`` index entries per number, whatever has ended."""
     row = await session.fetchrow(call(session.options.schema, "backlog", 1), limit)
     assert row is not None
-    return Backlog(**dict(row))
+    return Backlog(**{**dict(row), "kept": json.loads(row["kept"] or "{}")})
 
 
 def _status(row: Any) -> RunStatus:

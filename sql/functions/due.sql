@@ -5,7 +5,8 @@
 CREATE OR REPLACE FUNCTION @schema@.next_due(p_host bigint, p_buckets bigint[], p_receivers text[])
 RETURNS TABLE (
     runs_s double precision, lifecycle_s double precision, observability_s double precision,
-    leases_s double precision, schedules_s double precision, cancellations boolean, wakes boolean
+    leases_s double precision, schedules_s double precision, chores_s double precision, cancellations boolean,
+    wakes boolean
 )
 LANGUAGE plpgsql
 @seek@
@@ -21,6 +22,7 @@ BEGIN
            seconds_until((SELECT r.due_at FROM runs r WHERE r.status = 'running' ORDER BY r.due_at LIMIT 1), v_now),
            seconds_until((SELECT s.next_fire_at FROM schedules s
                            WHERE s.paused_at IS NULL ORDER BY s.next_fire_at LIMIT 1), v_now),
+           seconds_until((SELECT min(c.due_at) FROM chores c), v_now),
            EXISTS (SELECT 1 FROM cancellations),
            EXISTS (SELECT 1 FROM wakes);
 END

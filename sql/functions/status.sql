@@ -78,11 +78,11 @@ AS $$
 $$;
 
 -- Open work, counted over the partial indexes of open rows and at most to p_limit per number: its cost does not
--- grow with what has ended.
+-- grow with what has ended. kept: all runs by status, as maintenance counted them so many seconds ago (NULL: not yet).
 CREATE OR REPLACE FUNCTION @schema@.backlog(p_limit integer)
 RETURNS TABLE (
     queued bigint, waiting bigint, running bigint, lifecycle bigint, observability bigint, blocked bigint,
-    oldest_snapshot_s double precision
+    oldest_snapshot_s double precision, kept jsonb, kept_age_s double precision
 )
 LANGUAGE sql STABLE
 @seek@
@@ -110,11 +110,15 @@ AS $$
                              LIMIT p_limit) b
                      LIMIT p_limit) t),
            (SELECT extract(epoch FROM max(clock_timestamp() - xact_start))::double precision
-              FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid())
+              FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid()),
+           c.kept, c.age_s
       FROM (SELECT count(*) FILTER (WHERE t.status = 'queued') AS queued,
                    count(*) FILTER (WHERE t.status = 'waiting') AS waiting
               FROM (SELECT status FROM runs WHERE status IN ('queued', 'waiting') AND turn IS NULL
                      UNION ALL
                     SELECT status FROM runs WHERE status IN ('queued', 'waiting') AND turn >= 0
-                     LIMIT p_limit) t) o
+                     LIMIT p_limit) t) o,
+           (SELECT jsonb_object_agg(s.status, s.runs) AS kept,
+                   extract(epoch FROM clock() - min(s.counted_at))::double precision AS age_s
+              FROM status_counts s) c
 $$;

@@ -28,6 +28,7 @@ from sql import (
     lanes,
     leases,
     limits,
+    maintenance,
     proof,
     rates,
     receipts,
@@ -357,6 +358,29 @@ async def _fire(kernel: Kernel, _: Batch) -> None:
     assert [answer.answer for answer in await schedules.fire(kernel.session, items)] == ["lost"] * 2
 
 
+async def _retain(kernel: Kernel, _: Batch) -> None:
+    for _again in range(2):
+        gone = await maintenance.purge_runs(kernel.session, age_s=0.0, limit=ITEMS, ledger=True, start=None)
+        assert gone.items in (0, ITEMS)  # none while the tables are tiny
+    kept = await maintenance.purge_runs(kernel.session, age_s=3600.0, limit=ITEMS, ledger=True, start=None)
+    assert kept.items == 0
+
+
+async def _scrub(kernel: Kernel, _: Batch) -> None:
+    for scrub in (maintenance.scrub_logs, maintenance.scrub_ledger_logs):
+        for _again in range(2):
+            await scrub(kernel.session, age_s=0.0, limit=ITEMS, start=None)
+        assert (await scrub(kernel.session, age_s=3600.0, limit=ITEMS, start=None)).items == 0
+
+
+async def _chore(kernel: Kernel, _: Batch) -> None:
+    claimed = await maintenance.claim(kernel.session, ["counts"], lease_s=60.0)
+    assert claimed is not None
+    state = await maintenance.count_runs(kernel.session, state=None, limit=ITEMS)
+    state = await maintenance.count_runs(kernel.session, state=state, limit=ITEMS)
+    assert await maintenance.finish(kernel.session, claimed, next_s=0.0, state=state)
+
+
 async def _read_fires(kernel: Kernel, _: Batch) -> None:
     await schedules.fires(kernel.session, "old-1", limit=20)
     await schedules.read(kernel.session, ["s-1", "s-2"])
@@ -457,6 +481,9 @@ CALLS: dict[str, Call] = {
     "steps": _steps,
     "fire": _fire,
     "read fires": _read_fires,
+    "retain": _retain,
+    "scrub": _scrub,
+    "chore": _chore,
     "next_due": _next_due,
     "rates": _rates,
     "lifecycle turn": _lane_turn(Lane.LIFECYCLE),

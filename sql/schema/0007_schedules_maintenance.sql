@@ -1,4 +1,4 @@
--- 0007: schedules and what they have fired.
+-- 0007: schedules and what they have fired; the chores of maintenance and what they seek.
 
 -- What fires when. One row per schedule; nothing here is read by a transition of a run.
 CREATE TABLE @schema@.schedules (
@@ -35,3 +35,30 @@ CREATE TABLE @schema@.fires (
 );
 
 CREATE INDEX fires_run_idx ON @schema@.fires (run_id);
+
+-- What is done from time to time by one host, whichever comes first. A claim pushes due_at, and is known by its value.
+CREATE TABLE @schema@.chores (
+    due_at  timestamptz NOT NULL,
+    name    text COLLATE "C" NOT NULL PRIMARY KEY,
+    state   jsonb                            -- where it stands; NULL: at the beginning of its round
+);
+
+INSERT INTO @schema@.chores (due_at, name) VALUES ('epoch', 'retention'), ('epoch', 'logs'), ('epoch', 'counts');
+
+-- Runs by status, counted page by page.
+CREATE TABLE @schema@.status_counts (
+    counted_at  timestamptz NOT NULL,        -- when the count began
+    runs        bigint      NOT NULL,
+    status      text COLLATE "C" NOT NULL PRIMARY KEY
+);
+
+-- What retention seeks: runs that have ended and whose every lifecycle fact is delivered. A run enters it once.
+CREATE INDEX runs_ended_idx ON @schema@.runs (finished_at)
+    WHERE finished_at IS NOT NULL AND NOT lane_pending;
+
+-- What the scrub of log bodies seeks: those that are still there.
+CREATE INDEX facts_log_idx ON @schema@.facts (created_at)
+    WHERE lane = 1 AND NOT payload ? '$scrubbed';
+
+CREATE INDEX ledger_logs_log_idx ON @schema@.ledger_logs (created_at)
+    WHERE NOT payload ? '$scrubbed';
