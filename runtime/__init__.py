@@ -50,10 +50,14 @@ from sql.errors import (  # noqa: E402
     RunlaneError,
     RunNotFound,
     ScheduleNotFound,
+    StepConflict,
+    StepFailed,
+    StepTimedOut,
     UnknownPlay,
     WaitTimedOut,
 )
 from sql.limits import Limit  # noqa: E402
+from sql.receipts import StepRecord  # noqa: E402
 from sql.schedules import Fire, ScheduleStatus  # noqa: E402
 from sql.types import (  # noqa: E402
     Approval,
@@ -119,6 +123,10 @@ __all__ = [
     "ScheduleStatus",
     "Seal",
     "SealedCodec",
+    "StepConflict",
+    "StepFailed",
+    "StepRecord",
+    "StepTimedOut",
     "Submit",
     "SyncClient",
     "SyncContext",

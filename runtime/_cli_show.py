@@ -18,6 +18,7 @@ from rich.text import Text
 
 from sql.limits import Limit
 from sql.rates import RateScope
+from sql.receipts import StepRecord
 from sql.status import AttemptRecord
 from sql.types import Fact, RunStatus
 
@@ -149,15 +150,13 @@ def _attempts(attempts: Sequence[AttemptRecord]) -> Table:
     made = table("attempt", "outcome", "host", "started", "seconds", "error", title="Ended attempts")
     for one in attempts:
         seconds = (one.ended_at - one.started_at).total_seconds()
-        error = one.error if isinstance(one.error, dict) else {}
-        words = ": ".join(str(error[key]) for key in ("error_type", "message") if error.get(key))
         made.add_row(
             str(one.attempt),
             state(one.outcome),
             one.host,
             moment(one.started_at),
             f"{seconds:.3f}",
-            Text(words, style="red"),
+            Text(_error_words(one.error), style="red"),
         )
     return made
 
@@ -177,6 +176,45 @@ def _facts(facts: Sequence[Fact]) -> Table:
 
 def _short(text: str) -> str:
     return text if len(text) <= _PAYLOAD_CHARS else text[: _PAYLOAD_CHARS - 1] + "…"
+
+
+# --- steps -------------------------------------------------------------------------------------------
+
+
+def step_json(step: StepRecord, outputs: bool) -> dict[str, Any]:
+    """A step, for a program; its output only where it was asked for."""
+    record = attrs.asdict(step)
+    if not outputs:
+        del record["output"]
+    return record
+
+
+def show_steps(steps: Sequence[StepRecord], *, outputs: bool) -> None:
+    """One line per step."""
+    made = table("step", "state", "attempt", "tries", "claimed", "seconds", "function", "result")
+    for one in steps:
+        seconds = (
+            "-" if one.finished_at is None else f"{(one.finished_at - one.claimed_at).total_seconds():.3f}"
+        )
+        result = Text(_error_words(one.error), style="red")
+        if outputs and one.state in ("completed", "skipped"):
+            result = Text(_short(json.dumps(one.output, ensure_ascii=False)))
+        made.add_row(
+            Text(one.key),
+            state(one.state),
+            str(one.attempt),
+            str(one.tries),
+            moment(one.claimed_at),
+            seconds,
+            Text(one.function),
+            result,
+        )
+    console().print(made)
+
+
+def _error_words(error: Any) -> str:
+    words = error if isinstance(error, dict) else {}
+    return ": ".join(str(words[key]) for key in ("error_type", "message") if words.get(key))
 
 
 # --- many runs ---------------------------------------------------------------------------------------

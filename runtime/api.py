@@ -32,7 +32,7 @@ from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
-from sql import events, facts, limits, rates, status
+from sql import events, facts, limits, rates, receipts, status
 from sql.control import Cancellation
 from sql.errors import (
     HostFailed,
@@ -47,6 +47,7 @@ from sql.errors import (
 from sql.events import Sending
 from sql.limits import Limit
 from sql.rates import RateScope
+from sql.receipts import StepRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Event, EventOutcome, Fact, RunStatus
@@ -241,6 +242,24 @@ class Verbs:
             await self.status(run_id)
         return found
 
+    async def steps(
+        self, run_id: str, *, limit: int = 100, after: str | None = None, outputs: bool = False
+    ) -> list[StepRecord]:
+        """One page of the run's steps by key, ``key[2]`` of a map behind ``key[10]``. Raises RunNotFound.
+
+        ``after``: the last key of the page before. ``outputs``: with what each has given.
+        """
+        ids.check_run_id(run_id)
+        _check_limit(limit)
+        if after is not None:
+            ids.check_step_key(after)
+        found: list[StepRecord] = await self._ask(
+            lambda session: receipts.read(session, run_id, after=after, limit=limit, outputs=bool(outputs))
+        )
+        if not found:
+            await self.status(run_id)
+        return found
+
     async def runs(
         self,
         *,
@@ -430,8 +449,7 @@ class Verbs:
         known = OPEN_STATUSES | TERMINAL_STATUSES
         if wanted is not None and not (isinstance(wanted, str) and wanted in known):
             raise InputRefused("status", f"must be one of {', '.join(sorted(known))}, not {preview(wanted)}")
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= _MOST_LISTED:
-            raise InputRefused("limit", f"must be a whole number from 1 to {_MOST_LISTED}, not {limit!r}")
+        _check_limit(limit)
         if after is not None:
             ids.check_run_id(after)
         if play is not None:
@@ -685,6 +703,11 @@ class _Once:
         if self._task_status is not None:
             task_status, self._task_status = self._task_status, None
             task_status.started()
+
+
+def _check_limit(limit: Any) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= _MOST_LISTED:
+        raise InputRefused("limit", f"must be a whole number from 1 to {_MOST_LISTED}, not {limit!r}")
 
 
 def _pair(item: Any) -> tuple[Play | str, Any]:

@@ -38,9 +38,10 @@ from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
 from runtime.demo import run_demo
 from runtime.handle import output_of
-from sql import control, deployment, due, facts, limits, rates, status, submit
+from sql import control, deployment, due, facts, limits, rates, receipts, status, submit
 from sql.connection import Session
 from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
+from sql.receipts import StepRecord
 from sql.types import OPEN_STATUSES, TERMINAL_STATUSES
 
 
@@ -356,6 +357,52 @@ def status_verb(run_id: str, most: int) -> None:
         show.print_json(show.run_record(run, attempts, found))
     else:
         show.show_run(run, attempts, found)
+
+
+# --- steps -------------------------------------------------------------------------------------------
+
+
+@cli.command("steps")
+@json_option
+@database_options
+@click.argument("run_id", metavar="RUN")
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Steps to list.")
+@click.option("--after", metavar="KEY", help="Go on after this step, the last of the page before.")
+@click.option("--outputs", is_flag=True, help="Also what each step has given.")
+def steps_verb(run_id: str, limit: int, after: str | None, outputs: bool) -> None:
+    """List the steps of a run by key, with their state, attempt and tries.
+
+    A step that is claimed, queued or running is held by that attempt of the run, as long as the attempt lives. With
+    --json the answer has "next": the value for --after that gives the following page, or null. Exits 5 when there is
+    no such run.
+
+    \b
+    Examples:
+      runlane steps 0199b7a4-7d5c-7c1e-9d3a-6f0c1f1c2d3e
+      runlane steps nightly-42 --outputs --json
+    """
+    settings = settings_of_command()
+    ids.check_run_id(run_id)
+    if after is not None:
+        ids.check_step_key(after)
+
+    async def body(session: Session) -> list[StepRecord]:
+        found = await receipts.read(session, run_id, after=after, limit=limit, outputs=outputs)
+        if not found and run_id not in await status.read_runs(session, [run_id]):
+            raise RunNotFound(run_id)
+        return found
+
+    found = _client.ask(settings.config(), body)
+    following = found[-1].key if len(found) == limit else None
+    if settings.as_json:
+        show.print_json({"steps": [show.step_json(step, outputs) for step in found], "next": following})
+        return
+    if not found:
+        click.echo("no steps", err=True)
+        return
+    show.show_steps(found, outputs=outputs)
+    if following is not None:
+        click.echo(f"there may be more: --after {following!r}", err=True)
 
 
 # --- cancel ------------------------------------------------------------------------------------------

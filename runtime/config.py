@@ -136,7 +136,7 @@ class RuntimeConfig:
     slots: int = attrs.field(default=200, validator=_whole(1, 10_000))
     """Attempts that run here at once."""
     threads: int = attrs.field(default=40, validator=_whole(1, 1_000))
-    """Threads for plays that are a plain ``def``."""
+    """Threads for plays that are a plain ``def``, and as many again for steps."""
     lease_s: float = attrs.field(default=60.0, validator=_seconds())
     renew_every_s: float = attrs.field(default=20.0, validator=_seconds())
     crash_cap: int = attrs.field(default=5, validator=_whole(1, 1_000))

@@ -1,7 +1,7 @@
 """The context: what a play may ask of runlane while it runs.
 
-Owns durable waits, log lines and progress as a play sees them, and the keys of what it asks. It never writes to the
-database itself: waits go to ``parking``, and what is said travels with the facts actor.
+Owns durable waits, steps, log lines and progress as a play sees them, and the keys of waits. It never writes to the
+database itself: waits go to ``parking``, steps to ``steps``, and what is said travels with the facts actor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -20,11 +21,13 @@ import trio
 from actors.attempts import Attempt, Why
 from actors.core import Mailbox
 from actors.rates import Acquire, Release
+from actors.receipts import Message
 from actors.waits import Stand
 from runtime import ids, rates
 from runtime.codec import JsonCodec, preview, scrub
 from runtime.parking import Parking
 from runtime.rates import Permit, SyncPermit
+from runtime.steps import StepPolicy, Steps, is_async, refuse_inside_step
 from sql.errors import InputRefused, RunCancelled, WaitTimedOut
 from sql.types import Approval, Lane
 from sql.waits import Wait, WaitState
@@ -45,7 +48,8 @@ Register = Callable[[Attempt], Awaitable[str]]
 class Doors:
     """What contexts need of their host's actors.
 
-    ``register`` registers an intent to stage array input. ``rates`` takes requests for slots of rate scopes.
+    ``register`` registers an intent to stage array input. ``rates`` takes requests for slots of rate scopes,
+    ``receipts`` what steps claim and record.
 
     ``say(attempt)`` hands over an attempt with something to say. ``hold(attempt, wait)`` holds a wait in memory.
     ``payload(run_id, key)`` reads what a wait was given, where it was too large to come along.
@@ -54,6 +58,7 @@ class Doors:
     say: Callable[[Attempt], None]
     register: Register
     rates: Mailbox[Acquire | Release]
+    receipts: Mailbox[Message]
     hold: Callable[[Attempt, Wait], Stand]
     payload: Callable[[str, str], Awaitable[str | None]]
 
@@ -69,6 +74,7 @@ class Context:
         attempt: Attempt,
         codec: JsonCodec,
         doors: Doors,
+        steps: Steps,
         *,
         park_after_s: float,
         max_depth: int,
@@ -78,6 +84,7 @@ class Context:
         self.failures = attempt.claimed.failures
         self.org_id = attempt.claimed.org_id
         self.parking = Parking(attempt, doors.hold, park_after_s=park_after_s)
+        self.steps = steps
         self._attempt = attempt
         self._codec = codec
         self._doors = doors
@@ -95,6 +102,62 @@ class Context:
         """The labels that the run was submitted with."""
         labels: dict[str, str] = json.loads(self._attempt.claimed.labels or "{}")
         return labels
+
+    # --- steps ---------------------------------------------------------------------------------------
+
+    async def step(
+        self,
+        key: str,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        retries: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 - it ends the function, not the call
+        backoff_s: float = 1.0,
+        **kwargs: Any,
+    ) -> Any:
+        """Run ``fn(*args, **kwargs)`` once, durably: its output is recorded, and a later attempt gets that instead.
+
+        ``key`` names the step, unique within the run and the same each time the play comes here, 1 to 255 printable
+        characters. ``fn`` is ``async def``, or a ``def``, which runs in a thread. It returns JSON, or a dataclass,
+        attrs or pydantic object; with such a return annotation it comes back as one, else as plain JSON, also the
+        first time.
+
+        ``timeout`` (seconds) limits each call. An error is tried again ``retries`` times within this attempt, after
+        ``backoff_s`` seconds that double each time up to a minute. The last error is recorded and raised as StepFailed.
+        Later attempts raise it again, until the run itself is retried, which gives the step another chance, unless the
+        error is Fatal (or one that the play declares final). A cancellation, a deadlock, a serialization failure and a
+        lost connection are never recorded.
+
+        Raises StepConflict for a key that is used twice in one attempt or is recorded for another function, and
+        PayloadRefused, naming the key, for an output that cannot be stored.
+        """
+        self._check_live()
+        policy = StepPolicy.checked(retries, timeout, backoff_s)
+        with self.parking.calling():
+            return await self.steps.run(key, fn, args, kwargs, policy)
+
+    async def map(
+        self,
+        key: str,
+        fn: Callable[[Any], Any],
+        items: Iterable[Any],
+        *,
+        concurrency: int = 10,
+        retries: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 - as for a step
+        backoff_s: float = 1.0,
+    ) -> list[Any]:
+        """Run ``fn(item)`` for each item as the steps ``key[0]``, ``key[1]``, …; their outputs in the order of items.
+
+        Up to ``concurrency`` run at once. Claims and outputs travel in sets, so that thousands are cheap; what has
+        completed in an earlier attempt is not run again. Items must come in the same order in each attempt. The first
+        failure ends the map and is raised; what has completed until then stays recorded.
+        """
+        self._check_live()
+        policy = StepPolicy.checked(retries, timeout, backoff_s)
+        with self.parking.calling():
+            return await self.steps.map(key, fn, items, concurrency, policy)
 
     # --- waits ---------------------------------------------------------------------------------------
     #
@@ -304,6 +367,7 @@ class Context:
         raise RunCancelled(self.run_id)
 
     def _wait_key(self, key: Any) -> str:
+        refuse_inside_step()
         if key is None:
             if trio.lowlevel.current_task() is not self._task:
                 raise InputRefused(
@@ -371,6 +435,70 @@ class SyncContext:
     ) -> Approval:
         """As ``Context.wait_approval``."""
         return self._ask(partial(self._context.wait_approval, name, timeout=timeout, key=key))
+
+    def step(
+        self,
+        key: str,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        retries: int = 0,
+        timeout: float | None = None,
+        backoff_s: float = 1.0,
+        **kwargs: Any,
+    ) -> Any:
+        """As ``Context.step``. A ``def`` runs in the play's own thread, where no ``timeout`` can stop it."""
+        call = partial(fn, *args, **kwargs) if args or kwargs else fn
+        if is_async(fn):
+            return self._ask(
+                partial(self._context.step, key, call, retries=retries, timeout=timeout, backoff_s=backoff_s)
+            )
+        if timeout is not None:
+            raise InputRefused(
+                "timeout", "a def runs in the thread of its play, which cannot be stopped: use async def"
+            )
+        trio.from_thread.run_sync(self._context._check_live)
+        steps = self._context.steps
+        step = self._ask(partial(steps.open, key, call, StepPolicy.checked(retries, None, backoff_s)))
+        if step.recorded:
+            return step.value
+        try:
+            while True:
+                try:
+                    text = steps.encode(step, steps.call_here(step, call))
+                except BaseException as error:  # also exits, which must not be recorded
+                    delay_s = self._ask(partial(steps.failed, step, error))
+                else:
+                    return self._ask(partial(steps.close, step, text))
+                time.sleep(delay_s)
+        finally:
+            if not step.ended:
+                trio.from_thread.run_sync(steps.release, step)
+
+    def map(
+        self,
+        key: str,
+        fn: Callable[[Any], Any],
+        items: Iterable[Any],
+        *,
+        concurrency: int = 10,
+        retries: int = 0,
+        timeout: float | None = None,
+        backoff_s: float = 1.0,
+    ) -> list[Any]:
+        """As ``Context.map``; a ``def`` runs in threads of its own."""
+        return self._ask(
+            partial(
+                self._context.map,
+                key,
+                fn,
+                items,
+                concurrency=concurrency,
+                retries=retries,
+                timeout=timeout,
+                backoff_s=backoff_s,
+            )
+        )
 
     def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
         return trio.from_thread.run(self._context.call_of_thread, call)

@@ -23,6 +23,7 @@ from runtime.config import RuntimeConfig
 from runtime.context import Context, Doors, SyncContext
 from runtime.plays import Play
 from runtime.retries import judge
+from runtime.steps import Steps, StepTools
 from sql.errors import ItemFault, RunlaneError
 from sql.settle import Settlement
 from sql.waits import waits_text
@@ -55,6 +56,14 @@ class Executor:
         self._doors = doors
         self._flush = flush
         self._threads = trio.CapacityLimiter(config.threads)
+        # Threads of their own for steps: a play that holds one of the others must not wait for one of those.
+        self._steps = StepTools(
+            codec,
+            doors.receipts,
+            trio.CapacityLimiter(config.threads),
+            config.max_payload_bytes,
+            config.max_depth,
+        )
 
     async def __call__(self, attempt: Attempt) -> Settlement | None:
         """Run the play inside the attempt's scope."""
@@ -63,6 +72,7 @@ class Executor:
             attempt,
             self._codec,
             self._doors,
+            Steps(attempt, self._steps, play.final),
             park_after_s=self._config.park_after_s,
             max_depth=self._config.max_depth,
         )

@@ -34,6 +34,8 @@ from actors.listener import Listener
 from actors.maintenance import Keep, Maintenance
 from actors.outbox import Carrier, InDatabaseOutbox, Outbox
 from actors.rates import Acquire, Rates, Release
+from actors.receipts import Message as StepMessage
+from actors.receipts import Receipts
 from actors.schedules import Adoption, Change, Schedules
 from actors.settle import Settle
 from actors.timers import Timers
@@ -163,12 +165,13 @@ class _Composition:
         self.waiters = Waiters()
         self.metrics = Metrics()
         self.reports = Reports(self.metrics, on_delivery)
-        # Endings, sayings and stands are bounded by the attempts that can have any, and none may be refused.
+        # Endings, sayings, stands and steps are bounded by the attempts that have them, and none may be refused.
         self.endings: Mailbox[Settlement] = Mailbox("settle", sys.maxsize)
         self.sayings: Mailbox[Attempt] = Mailbox("facts", sys.maxsize)
         self.slots: Mailbox[Acquire | Release] = Mailbox(
             "rates", sys.maxsize, wake=hints.wake_rates, abandon=_abandon_slot
         )
+        self.receipts: Mailbox[StepMessage] = Mailbox("receipts", sys.maxsize)
         self.admissions: Mailbox[Admission] = Mailbox("admission", _MOST_WAITING, abandon=_abandon)
         self.requests: Mailbox[CancelRequest | EventRequest] = Mailbox(
             "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
@@ -189,6 +192,7 @@ class _Composition:
             rates=self.slots,
             hold=self._hold,
             payload=self._payload,
+            receipts=self.receipts,
         )
         execute = Executor(plays, codec, config, doors=doors, flush=self.facts.hurry.set)
         self.executors = Executors(
@@ -380,11 +384,13 @@ class _Composition:
             unstorable=unstorable,
         )
         waiting = Waits(self.options, self.stands, self.attempts, self.hints, backstop_s=config.backstop_s)
+        receipts = Receipts(self.options, self.receipts, self.attempts)
         return [
             _child("waits", waiting, self.stands),
             _child("facts", self.facts, self.sayings, stop_budget_s=config.release_budget_s),
             _child("settle", settle, self.endings, stop_budget_s=config.release_budget_s),
             _child("rates", Rates(self.options, self.slots, self.hints), self.slots),
+            _child("receipts", receipts, self.receipts, stop_budget_s=config.release_budget_s),
             _child(
                 "executors",
                 self.executors,
@@ -590,7 +596,8 @@ class _Say:
 
 
 def _abandon(
-    item: Admission | CancelRequest | EventRequest | Change | IntentRequest | Query, error: RunlaneError
+    item: Admission | CancelRequest | EventRequest | Change | IntentRequest | Query,
+    error: RunlaneError,
 ) -> None:
     reply: Reply[Any] = item.reply
     reply.set_error(error)

@@ -24,6 +24,8 @@ MAX_DELAY_S = 10 * 366 * 86_400.0
 MAX_KEY_CHARS = 255
 MAX_RECEIVER_CHARS = 128
 MAX_RUNNING = 1_000_000
+MAX_STEP_KEY_CHARS = 255
+MAX_MAP_KEY_CHARS = 240  # the index of an item follows
 MAX_LABELS = 32
 MAX_LABEL_KEY_CHARS = 64
 MAX_LABEL_VALUE_CHARS = 256
@@ -171,6 +173,14 @@ def check_unique(key: Any, for_s: Any, on_conflict: Any) -> dict[str, Any] | Non
             )
         unique["for_s"] = float(for_s)
     return unique
+
+
+def check_step_key(value: Any, *, most: int = MAX_STEP_KEY_CHARS) -> str:
+    """``value``, or InputRefused: text of 1 to ``most`` printable characters, unique among the steps of its run."""
+    if not isinstance(value, str) or not 1 <= len(value) <= most or not value.isprintable():
+        shown = f"{len(value)} characters" if isinstance(value, str) and len(value) > most else preview(value)
+        raise InputRefused("key", f"must be text of 1 to {most} printable characters, not {shown}")
+    return value
 
 
 def check_labels(value: Any) -> dict[str, str] | None:

@@ -196,11 +196,25 @@ def _shown(parameters: list[inspect.Parameter]) -> str:
     return str(inspect.Signature(bare))
 
 
+def returned_type(fn: Callable[..., Any]) -> type | None:
+    """The attrs, dataclass or pydantic class that a function is annotated to return."""
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    annotation = getattr(inner, "__annotations__", {}).get("return")
+    if isinstance(annotation, str):
+        annotation = _type_hints_once(inner).get("return")
+    return _record_type(annotation)
+
+
 def _type_hints(fn: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(fn)
     except (NameError, TypeError, AttributeError):
         return {}  # names that exist for the type checker only: the input stays plain JSON
+
+
+_type_hints_once = functools.lru_cache(maxsize=1_000)(_type_hints)
 
 
 def _record_type(hint: Any) -> type | None:

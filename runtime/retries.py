@@ -15,7 +15,7 @@ import attrs
 from actors.core import leaves
 from runtime.codec import error_record
 from runtime.plays import Play
-from sql.errors import Deferral, DependencyUnavailable, Fatal, PayloadRefused, Retry
+from sql.errors import Deferral, DependencyUnavailable, Fatal, PayloadRefused, Retry, StepFailed
 
 # Runs that were deferred together do not come back together, and none comes before it was told to.
 _DEFERRAL_SPREAD = 0.2
@@ -46,7 +46,9 @@ def judge(play: Play, failure: BaseException, failures: int, *, outage_max_s: fl
         bound = outage_max_s if play.outage_max_s is None else play.outage_max_s
         return _deferred(failure, failures, deferrals, bound)
     payload = json.dumps({"error": error_record(failure), "failures": failures + 1})
-    if failures >= play.retries or _of_type(found, (Fatal, PayloadRefused, *play.final)):
+    final = bool(_of_type(found, (Fatal, PayloadRefused, *play.final)))
+    final = final or any(leaf.final for leaf in _of_type(found, StepFailed))
+    if failures >= play.retries or final:
         return Verdict(outcome="failed", payload=payload)
     asked = [leaf.after for leaf in _of_type(found, Retry) if leaf.after is not None]
     return Verdict(outcome="retried", payload=payload, delay_s=max(asked, default=backoff_s(play, failures)))

@@ -135,6 +135,45 @@ class OutcomeUnknown(RunlaneError):
     """
 
 
+class StepFailed(RunlaneError):
+    """A step has failed, now or in an earlier attempt; ``error_type``, ``message`` and ``traceback_text`` say how.
+
+    Raised alike in both cases, so that a play that handles it goes the same way each time; where the step failed in
+    this very attempt the original error is the cause. ``tries`` counts the calls of its function. ``final``: no retry
+    of the run gives it another chance.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        error_type: str,
+        message: str,
+        *,
+        traceback_text: str | None = None,
+        tries: int = 1,
+        final: bool = False,
+    ) -> None:
+        super().__init__(f"step {key!r} failed: {error_type}: {message}")
+        self.key = key
+        self.error_type = error_type
+        self.message = message
+        self.traceback_text = traceback_text
+        self.tries = tries
+        self.final = final
+
+
+class StepTimedOut(RunlaneError):
+    """A step ran longer than its ``timeout``."""
+
+
+class StepConflict(InputRefused):
+    """The key of a step is taken: used twice in one attempt, or recorded for another function."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__("key", f"step {key!r} {reason}")
+        self.key = key
+
+
 class ResultTimeout(RunlaneError):
     """``handle.result(timeout=…)`` ended before the run did; the run goes on."""
 

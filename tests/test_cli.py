@@ -38,6 +38,7 @@ VERBS = (
     "migrate",
     "submit",
     "status",
+    "steps",
     "cancel",
     "runs",
     "rates",
@@ -467,6 +468,33 @@ def test_submit_with_a_concurrency_key(runlane: Command, served: Command) -> Non
     assert first["payload"]["concurrency_key"] == "k"
 
 
+def test_steps(served: Command, dsn: str, schema: str) -> None:
+    run_id = served("submit", "stepping", "[1, 0]", "--wait", "--json").json["run_id"]
+    text = served("steps", run_id)
+    assert text.code == 0
+    shown = [line.split() for line in text.out.splitlines()]
+    assert shown[0][:4] == ["step", "state", "attempt", "tries"]
+    assert [line[:4] for line in shown[1:]] == [["0", "failed", "1", "1"], ["1", "completed", "1", "1"]]
+    assert "ZeroDivisionError: " in text.out
+    assert served("steps", run_id, "--outputs").out.splitlines()[2].rstrip().endswith("1.0")
+    told = served("steps", run_id, "--json").json
+    assert told["next"] is None
+    assert [(step["key"], step["state"], step["final"]) for step in told["steps"]] == [
+        ("0", "failed", False),
+        ("1", "completed", True),
+    ]
+    assert "output" not in told["steps"][1]
+    page = served("steps", run_id, "--limit", "1", "--outputs", "--json").json
+    assert page["next"] == "0"
+    (last,) = served("steps", run_id, "--after", "0", "--outputs", "--json").json["steps"]
+    assert (last["key"], last["output"]) == ("1", 1.0)
+    served("steps", NO_RUN).refused(5, NO_RUN)
+    served("steps", "no good").refused(2, "run_id")
+    served("steps", run_id, "--after", "a\n").refused(2, "key")
+    none = served("submit", "echo", "--wait", "--json").json["run_id"]
+    assert (served("steps", none).code, served("steps", none).err) == (0, "no steps\n")
+
+
 def test_cancel(runlane: Command) -> None:
     runlane("submit", "echo", "--run-id", "c")
     assert runlane("cancel", "c", "--reason", "enough", "--json").json == {
@@ -635,11 +663,11 @@ def test_a_signal_while_a_host_starts_its_server_leaves_nothing_behind() -> None
 
 def test_plays_of_a_module_a_list_and_one_by_one() -> None:
     names = [play.name for play in load_plays([hosting.PLAYS])]
-    assert names == ["echo", "fails", "waits", "stubborn"]
+    assert names == ["echo", "fails", "waits", "stubborn", "stepping"]
     assert [play.name for play in load_plays([f"{hosting.PLAYS}:quick"])] == ["echo", "fails"]
     twice = load_plays([f"{hosting.PLAYS}:fails", f"{hosting.PLAYS}:quick"])
     assert [play.name for play in twice] == ["fails", "echo"]
-    assert len(load_plays(["tests.support:plays"])) == 4
+    assert len(load_plays(["tests.support:plays"])) == 5
 
 
 @pytest.mark.parametrize(

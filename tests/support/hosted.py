@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -71,7 +72,20 @@ async def rated(ctx: Context, _: Any) -> None:
         pass
 
 
-PLAYS = [quick, busy, endless, deaf, naps, holder, rated]
+@play("stepping")
+async def stepping(ctx: Context, data: Any) -> int:
+    """Steps that each leave a line in a file, which survives this process."""
+
+    async def work(n: int) -> int:
+        with (Path(data["folder"]) / f"{ctx.run_id}.{ctx.attempt}").open("a") as file:
+            file.write(f"{ctx.run_id} step-{n} {ctx.attempt}\n")
+        await trio.sleep(data["pause"])
+        return n
+
+    return sum([await ctx.step(f"step-{n}", work, n) for n in range(data["steps"])])
+
+
+PLAYS = [quick, busy, endless, deaf, naps, holder, rated, stepping]
 
 
 async def main(settings: dict[str, Any]) -> None:

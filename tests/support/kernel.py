@@ -324,7 +324,9 @@ class Kernel:
 
     async def hand_back(self, item: lanes.Prefix, **fields: Any) -> str:
         (answer,) = await lanes.hand_back(
-            self.session, item.lane, [lanes.HandBack(item.run_id, item.token, **{"ending": "given_up", **fields})]
+            self.session,
+            item.lane,
+            [lanes.HandBack(item.run_id, item.token, **{"ending": "given_up", **fields})],
         )
         return answer
 

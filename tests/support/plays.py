@@ -6,7 +6,7 @@ from typing import Any
 
 import trio
 
-from runtime import Context, play
+from runtime import Context, StepFailed, play
 
 
 @play("echo")
@@ -33,6 +33,19 @@ async def stubborn(ctx: Context, data: Any) -> None:
     """Takes a long time to clean up: it shields itself for ``data`` seconds."""
     with trio.move_on_after(data, shield=True):
         await trio.sleep_forever()
+
+
+@play("stepping")
+async def stepping(ctx: Context, data: list[int]) -> int:
+    """A step for each number, which divides by it; how many went well."""
+    done = 0
+    for n in data:
+        try:
+            await ctx.step(str(n), lambda n: 1 / n, n)
+        except StepFailed:
+            continue
+        done += 1
+    return done
 
 
 quick = [echo, fails]
