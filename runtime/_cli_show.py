@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sql.circuits import Circuit
 from sql.limits import Limit
 from sql.rates import RateScope
 from sql.receipts import StepRecord
@@ -260,6 +261,27 @@ def show_rates(scopes: Sequence[RateScope]) -> None:
             "-" if one.refused_per_s is None else f"{one.refused_per_s:.2f}/s {moment(one.refused_at)}",
         )
     console().print(made)
+
+
+def show_circuits(circuits: Sequence[Circuit]) -> None:
+    """One line per circuit."""
+    made = table("circuit", "state", "failures", "openings", "changed", "latest error")
+    for one in circuits:
+        left = "" if one.retry_after_s is None else f" {one.retry_after_s:.0f} s more"
+        made.add_row(
+            one.name,
+            circuit_state(one.state) + left,
+            f"{one.failures} of {one.threshold}",
+            str(one.openings),
+            moment(one.updated_at),
+            Text(_short(one.error or ""), style="red"),
+        )
+    console().print(made)
+
+
+def circuit_state(word: str) -> Text:
+    """A circuit's state in its colour: an open circuit is bad news, an open rate scope is not."""
+    return Text(word, style={"open": "red", "half_open": "yellow"}.get(word, "green"))
 
 
 # --- limits ------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
-from sql import events, facts, limits, rates, receipts, status
+from sql import circuits, events, facts, limits, rates, receipts, status
+from sql.circuits import Circuit
 from sql.control import Cancellation
 from sql.errors import (
     HostFailed,
@@ -391,7 +392,7 @@ class Verbs:
         run_id, created = await self._schedules.repair(name, fire_time)
         return Handle(run_id, self, created=created)
 
-    # --- rates -----------------------------------------------------------------------------------------
+    # --- what hosts share ------------------------------------------------------------------------------
 
     async def set_rate(
         self, name: str, *, per_s: float | None = None, burst: float = 1.0, max_in_flight: int | None = None
@@ -401,7 +402,7 @@ class Verbs:
         ``per_s`` units per second, of which ``burst`` may go at once; at most ``max_in_flight`` permits held. Raises
         InputRefused.
         """
-        _text("name", name)
+        ids.check_shared_name(name)
         _numbers(per_s=per_s, burst=burst, max_in_flight=max_in_flight)
         changed: bool = await self._ask(
             lambda session: rates.set_rate(
@@ -433,6 +434,36 @@ class Verbs:
     async def limits(self) -> list[Limit]:
         """Every limit, of organisations, plays and keys, with what runs under it now."""
         found: list[Limit] = await self._ask(limits.read_all)
+        return found
+
+    # --- circuits ------------------------------------------------------------------------------------
+
+    async def set_circuit(
+        self,
+        name: str,
+        *,
+        failures: int | None = None,
+        open_s: float | None = None,
+        open_max_s: float | None = None,
+        close: bool = False,
+    ) -> bool:
+        """Declare the circuit of a dependency, change it, or ``close`` it now. Whether anything changed.
+
+        ``failures`` in a row open it (default 5), for ``open_s`` seconds (10), twice as long each time that its probe
+        fails, up to ``open_max_s`` (300). None leaves what stands. Raises InputRefused.
+        """
+        ids.check_shared_name(name)
+        _numbers(failures=failures, open_s=open_s, open_max_s=open_max_s)
+        changed: bool = await self._ask(
+            lambda session: circuits.set_circuit(
+                session, name, failures=failures, open_s=open_s, open_max_s=open_max_s, close=bool(close)
+            )
+        )
+        return changed
+
+    async def circuits(self) -> list[Circuit]:
+        """Every circuit that has ever failed or been declared: those that are not closed first."""
+        found: list[Circuit] = await self._ask(circuits.read)
         return found
 
     # --- inside --------------------------------------------------------------------------------------

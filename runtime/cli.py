@@ -38,7 +38,7 @@ from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
 from runtime.demo import run_demo
 from runtime.handle import output_of
-from sql import control, deployment, due, facts, limits, rates, receipts, status, submit
+from sql import circuits, control, deployment, due, facts, limits, rates, receipts, status, submit
 from sql.connection import Session
 from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
 from sql.receipts import StepRecord
@@ -618,6 +618,40 @@ def set_limit_verb(kind: str, name: str, most: str) -> None:
     else:
         stands = "no limit" if wanted is None else f"at most {wanted} at once"
         click.echo(f"{kind} {name}: {stands}{'' if changed else ', as before'}")
+
+
+# --- circuits ----------------------------------------------------------------------------------------
+
+
+@cli.command("circuits")
+@json_option
+@database_options
+@click.option("--close", "name", metavar="NAME", help="Close this one now, for every host.")
+def circuits_verb(name: str | None) -> None:
+    """List the circuits of dependencies: those that are not closed first.
+
+    A circuit is listed once its dependency has failed. "failures" are in a row, of those that open it; while it is
+    open, runs that need the dependency are deferred.
+
+    \b
+    Examples:
+      runlane circuits --json
+      runlane circuits --close crm
+    """
+    settings = settings_of_command()
+
+    async def body(session: Session) -> list[circuits.Circuit]:
+        if name is not None:
+            await circuits.set_circuit(session, name, close=True)
+        return await circuits.read(session)
+
+    found = _client.ask(settings.config(), body)
+    if settings.as_json:
+        show.print_json({"circuits": [attrs.asdict(one) for one in found]})
+    elif found:
+        show.show_circuits(found)
+    else:
+        click.echo("no circuits", err=True)
 
 
 # --- the entry ---------------------------------------------------------------------------------------

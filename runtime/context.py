@@ -19,11 +19,12 @@ import attrs
 import trio
 
 from actors.attempts import Attempt, Why
+from actors.circuits import Circuits
 from actors.core import Mailbox
 from actors.rates import Acquire, Release
 from actors.receipts import Message
 from actors.waits import Stand
-from runtime import ids, rates
+from runtime import circuits, ids, rates
 from runtime.codec import JsonCodec, preview, scrub
 from runtime.parking import Parking
 from runtime.rates import Permit, SyncPermit
@@ -49,7 +50,7 @@ class Doors:
     """What contexts need of their host's actors.
 
     ``register`` registers an intent to stage array input. ``rates`` takes requests for slots of rate scopes,
-    ``receipts`` what steps claim and record.
+    ``circuits`` says whether a dependency is worth calling, ``receipts`` takes what steps claim and record.
 
     ``say(attempt)`` hands over an attempt with something to say. ``hold(attempt, wait)`` holds a wait in memory.
     ``payload(run_id, key)`` reads what a wait was given, where it was too large to come along.
@@ -58,6 +59,7 @@ class Doors:
     say: Callable[[Attempt], None]
     register: Register
     rates: Mailbox[Acquire | Release]
+    circuits: Circuits
     receipts: Mailbox[Message]
     hold: Callable[[Attempt, Wait], Stand]
     payload: Callable[[str, str], Awaitable[str | None]]
@@ -344,6 +346,20 @@ class Context:
             self._doors.rates, self._attempt, name, cost, timeout, pending=self.parking.calling
         )
 
+    def dependency(
+        self, name: str, *, errors: circuits.Errors = Exception
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """A call of something that may be out: ``async with ctx.dependency("crm"):``, with a circuit for all hosts.
+
+        Errors of the types ``errors`` that leave the block are failures of the dependency; after some in a row (by
+        default 5) its circuit is open, and entering raises DependencyUnavailable at once, which (if the play lets it
+        pass) defers the run free of charge for as long as its ``outage_max_s`` allows. Then one call probes.
+        """
+        self._check_live()
+        return circuits.dependency(
+            self._doors.circuits, self._attempt, name, errors, pending=self.parking.calling
+        )
+
     # --- keys ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -518,7 +534,9 @@ class SyncContext:
     @contextlib.contextmanager
     def rate(self, name: str, *, cost: float = 1.0, timeout: float | None = None) -> Iterator[SyncPermit]:
         """As ``Context.rate``, with a plain ``with``; the thread waits."""
-        granted = trio.from_thread.run(self._granted, name, cost, timeout)
+        granted = trio.from_thread.run(
+            self._context.call_of_thread, partial(self._granted, name, cost, timeout)
+        )
         with SyncPermit(granted).ending() as permit:
             yield permit
 
@@ -527,6 +545,20 @@ class SyncContext:
         context._check_live()
         return await rates.acquire(
             context._doors.rates, context._attempt, name, cost, timeout, pending=context.parking.calling
+        )
+
+    @contextlib.contextmanager
+    def dependency(self, name: str, *, errors: circuits.Errors = Exception) -> Iterator[None]:
+        """As ``Context.dependency``, with a plain ``with``."""
+        entry = trio.from_thread.run(self._context.call_of_thread, partial(self._entered, name, errors))
+        with entry.ending_in_thread():
+            yield
+
+    async def _entered(self, name: str, errors: circuits.Errors) -> circuits.Entry:
+        context = self._context
+        context._check_live()
+        return await circuits.enter(
+            context._doors.circuits, context._attempt, name, errors, pending=context.parking.calling
         )
 
 

@@ -21,6 +21,7 @@ import trio
 from actors.admission import Admission, Admit
 from actors.array_input import ArrayInput, IntentRequest
 from actors.attempts import Attempt, Attempts
+from actors.circuits import Circuits, Enter, Outcome
 from actors.claim import Claim
 from actors.control import CancelRequest, Control, EventRequest
 from actors.core import Actor, ChildSpec, Mailbox, Reply, Supervisor, Together
@@ -56,10 +57,10 @@ from runtime.postgres_ledger import PostgresLedger
 from runtime.routes import Route, Routes
 from runtime.submit import Submissions, buckets_from
 from runtime.view import Reports, View
-from sql import admission, deployment, proof, status, waits
+from sql import admission, circuits, deployment, proof, status, waits
 from sql.array_input import Intent
 from sql.claim import Buckets
-from sql.connection import SessionOptions, open_session
+from sql.connection import Session, SessionOptions, open_session
 from sql.errors import OutcomeUnknown, RunlaneError
 from sql.lanes import OWN_LEDGER
 from sql.proof import Claimed
@@ -185,6 +186,7 @@ class _Composition:
             "schedules", _MOST_WAITING, wake=hints.wake_schedules, abandon=_abandon
         )
         self.stands: Mailbox[Stand] = Mailbox("waits", sys.maxsize, wake=hints.wake_waits)
+        self.circuits = Circuits(options, Mailbox("circuits", sys.maxsize, abandon=_abandon_entry))
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
         doors = Doors(
             say=_Say(self.sayings),
@@ -193,6 +195,7 @@ class _Composition:
             hold=self._hold,
             payload=self._payload,
             receipts=self.receipts,
+            circuits=self.circuits,
         )
         execute = Executor(plays, codec, config, doors=doors, flush=self.facts.hurry.set)
         self.executors = Executors(
@@ -391,6 +394,7 @@ class _Composition:
             _child("settle", settle, self.endings, stop_budget_s=config.release_budget_s),
             _child("rates", Rates(self.options, self.slots, self.hints), self.slots),
             _child("receipts", receipts, self.receipts, stop_budget_s=config.release_budget_s),
+            _child("circuits", self.circuits, self.circuits.mailbox),
             _child(
                 "executors",
                 self.executors,
@@ -476,8 +480,13 @@ class _Composition:
         )
         return text
 
-    async def _count(self) -> status.Backlog:
-        counted: status.Backlog = await ask(self.queries, status.backlog, self.config.operation_timeout_s)
+    async def _count(self) -> tuple[status.Backlog, circuits.Shared]:
+        async def read(session: Session) -> tuple[status.Backlog, circuits.Shared]:
+            return await status.backlog(session), await circuits.count(session)
+
+        counted: tuple[status.Backlog, circuits.Shared] = await ask(
+            self.queries, read, self.config.operation_timeout_s
+        )
         return counted
 
     async def _buckets_of(self, play: str) -> Mapping[int, int] | None:
@@ -601,6 +610,11 @@ def _abandon(
 ) -> None:
     reply: Reply[Any] = item.reply
     reply.set_error(error)
+
+
+def _abandon_entry(item: Enter | Outcome, error: RunlaneError) -> None:
+    if isinstance(item, Enter):
+        item.reply.set_error(error)
 
 
 def _abandon_slot(item: Acquire | Release, error: RunlaneError) -> None:

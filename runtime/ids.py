@@ -134,6 +134,13 @@ def check_event_id(value: Any) -> str | None:
     return None if value is None else _checked_text("event_id", value, MAX_KEY_CHARS)
 
 
+def check_shared_name(name: Any) -> str:
+    """The name of a rate scope or of a dependency. Raises InputRefused."""
+    if not isinstance(name, str) or not _RUN_ID.fullmatch(name):
+        raise InputRefused("name", f"must be 1 to 128 of A-Z a-z 0-9 . _ : -, not {preview(name)}")
+    return name
+
+
 def check_org_id(value: Any) -> str | None:
     """``value`` (None: no organisation), or InputRefused: 1 to 255 characters, no NUL."""
     return None if value is None else _checked_text("org_id", value, MAX_KEY_CHARS)

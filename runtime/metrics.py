@@ -122,9 +122,15 @@ class Metrics:
             ["status"],
             registry=registry,
         )
+        self._circuits = Gauge(
+            "runlane_circuits", "Circuits that are not closed, by state.", ["state"], registry=registry
+        )
+        self._rates_paused = Gauge(
+            "runlane_rates_paused", "Rate scopes that a provider's refusal has paused.", registry=registry
+        )
         age = Gauge(
             "runlane_backlog_age_seconds",
-            "Age of the figures of runlane_runs, runlane_lane_backlog and runlane_lanes_blocked.",
+            "Age of the figures of runlane_runs, runlane_circuits and the like.",
             registry=registry,
         )
         age.set_function(self._age_s)
@@ -233,6 +239,12 @@ class Metrics:
     def maintained(self, what: str, count: int) -> None:
         """Maintenance did ``what`` so often: one word of a fixed set, such as ``runs_deleted``."""
         self._maintained.labels(what).inc(count)
+
+    def set_shared(self, *, circuits: Mapping[str, int], rates_paused: int) -> None:
+        """Circuits by state and paused rate scopes, as counted together with the backlog."""
+        for state, count in circuits.items():
+            self._circuits.labels(state).set(count)
+        self._rates_paused.set(rates_paused)
 
     def _age_s(self) -> float:
         return self._since(self._counted_at)

@@ -19,6 +19,7 @@ from actors.attempts import Attempt
 from actors.core import Mailbox
 from actors.rates import Acquire, Release
 from runtime.codec import preview
+from runtime.ids import check_shared_name
 from sql import rates as door
 from sql.calls import new_token
 from sql.errors import CapacityUnavailable, HostStopping, InputRefused, wait_s
@@ -124,7 +125,7 @@ async def acquire(
     pending: Pending,
 ) -> Permit:
     """Wait for a slot. CapacityUnavailable when it is more than ``timeout_s`` away. ``pending`` surrounds the wait."""
-    slot = door.Slot(_name(name), new_token(), _cost(cost), attempt.run_id, attempt.attempt)
+    slot = door.Slot(check_shared_name(name), new_token(), _cost(cost), attempt.run_id, attempt.attempt)
     most_s = _timeout(timeout_s)
     wanted = Acquire(slot, most_s)
     mailbox.send_nowait(wanted)
@@ -136,12 +137,6 @@ async def acquire(
     except BaseException:
         send(mailbox, slot, "unused")
         raise
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not 1 <= len(name) <= 128:
-        raise InputRefused("name", f"must be str of 1 to 128 characters, not {preview(name)}")
-    return name
 
 
 def _cost(cost: Any) -> float:

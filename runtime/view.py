@@ -23,6 +23,7 @@ from actors.delivery import Observe
 from actors.listener import Listener
 from actors.watchdog import Watchdog
 from runtime.metrics import Metrics
+from sql.circuits import Shared
 from sql.claim import Claimed
 from sql.errors import RunlaneError
 from sql.settle import Settled, Settlement
@@ -48,7 +49,7 @@ class View:
     supervisor: Supervisor
     listener: Listener
     watchdog: Watchdog
-    count: Callable[[], Awaitable[Backlog]]
+    count: Callable[[], Awaitable[tuple[Backlog, Shared]]]
     oldest_snapshot_s: float | None = None
     _counted_at: float | None = None
     _restarts: dict[str, int] = attrs.field(factory=dict)
@@ -97,11 +98,12 @@ class View:
         now = time.monotonic()
         if self._counted_at is not None and now - self._counted_at < _BACKLOG_AGE_S:
             return
-        backlog: Backlog | None = None
+        counted: tuple[Backlog, Shared] | None = None
         with contextlib.suppress(RunlaneError), trio.move_on_after(_COUNT_S):
-            backlog = await self.count()
-        if backlog is None:
+            counted = await self.count()
+        if counted is None:
             return  # the database is away: the figures stay, and their age says so
+        backlog, shared = counted
         self._counted_at = now
         self.oldest_snapshot_s = backlog.oldest_snapshot_s
         self.metrics_.set_backlog(
@@ -111,6 +113,10 @@ class View:
         )
         if backlog.kept_age_s is not None:
             self.metrics_.set_kept(backlog.kept, age_s=backlog.kept_age_s)
+        self.metrics_.set_shared(
+            circuits={"open": shared.circuits_open, "half_open": shared.circuits_half_open},
+            rates_paused=shared.rates_paused,
+        )
 
 
 class Reports:

@@ -45,6 +45,7 @@ VERBS = (
     "set-rate",
     "limits",
     "set-limit",
+    "circuits",
 )
 NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
 
@@ -541,6 +542,23 @@ def _ids(answer: Answer) -> list[str]:
 
 
 # --- serve -------------------------------------------------------------------------------------------
+
+
+def test_circuits_are_listed_and_closed(runlane: Command, dsn: str, schema: str) -> None:
+    assert "no circuits" in runlane("circuits").err
+    for number in range(5):
+        ask(
+            dsn,
+            f"SELECT {schema}.report_circuits('{{crm}}', '{{{number}}}', '{{failed}}', '{{ConnectionError}}')",
+        )
+    (crm,) = runlane("circuits", "--json").json["circuits"]
+    assert (crm["name"], crm["state"], crm["error"]) == ("crm", "open", "ConnectionError")
+    shown = runlane("circuits").out
+    assert "open" in shown
+    assert "ConnectionError" in shown
+    (crm,) = runlane("circuits", "--close", "crm", "--json").json["circuits"]
+    assert crm["state"] == "closed"
+    runlane("circuits", "--close", "a b").refused(2, "name")
 
 
 def test_rates_are_set_and_listed(runlane: Command) -> None:

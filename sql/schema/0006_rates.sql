@@ -43,3 +43,30 @@ CREATE INDEX rate_holds_waiting_idx ON @schema@.rate_holds (scope, slot, number)
 
 CREATE INDEX rate_holds_started_idx ON @schema@.rate_holds (scope, started_at)
     WHERE started_at IS NOT NULL;
+
+-- Circuits of dependencies, one row for each that has ever failed or been declared.
+CREATE TABLE @schema@.circuits (
+    updated_at     timestamptz NOT NULL,
+    open_s         double precision NOT NULL DEFAULT 10,   -- how long the first opening lasts; each further one doubles
+    open_max_s     double precision NOT NULL DEFAULT 300,
+    threshold      integer     NOT NULL DEFAULT 5,         -- failures in a row that open it
+    openings       integer     NOT NULL DEFAULT 0,         -- in a row
+    open_until     timestamptz,
+    probe_until    timestamptz,              -- when a probe that has not come back is given up
+    probe_token    bigint,
+    probe_attempt  integer,
+    name           text COLLATE "C" NOT NULL PRIMARY KEY,
+    state          text        NOT NULL DEFAULT 'closed',
+    failures       bigint[]    NOT NULL DEFAULT '{}',      -- tokens of those in a row: a report made again counts once
+    probe_run_id   text COLLATE "C",
+    error          text,                     -- the latest failure's
+    CONSTRAINT circuits_state_check CHECK (
+        CASE state
+            WHEN 'closed'    THEN open_until IS NULL AND probe_token IS NULL
+            WHEN 'open'      THEN open_until IS NOT NULL AND probe_token IS NULL
+            WHEN 'half_open' THEN open_until IS NOT NULL
+            ELSE false
+        END)
+) WITH (fillfactor = 50);
+
+CREATE INDEX circuits_state_idx ON @schema@.circuits (state, updated_at);

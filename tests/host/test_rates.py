@@ -232,7 +232,7 @@ async def test_threads_have_rates_too(hosts: Hosts) -> None:
     ("arguments", "message"),
     [
         ({"name": "nowhere"}, "there is no rate scope 'nowhere'"),
-        ({"name": 3}, "name: must be str"),
+        ({"name": 3}, "name: must be 1 to 128 of"),
         ({"name": "api", "cost": 0}, "cost: must be a number above 0"),
         ({"name": "api", "cost": float("nan")}, "cost"),
         ({"name": "api", "timeout": -1}, "timeout"),

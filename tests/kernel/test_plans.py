@@ -20,6 +20,7 @@ from actors.schedules import firing
 from sql import (
     admission,
     array_input,
+    circuits,
     claim,
     control,
     due,
@@ -56,7 +57,7 @@ _TABLES = [
     "unique_keys",
     "receipts",
     "schedules", "fires",
-    "rate_scopes", "rate_holds",
+    "rate_scopes", "rate_holds", "circuits",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
@@ -112,6 +113,9 @@ INSERT INTO @schema@.rate_holds (scope, token, cost, run_id, attempt, slot, spen
 SELECT CASE n % 2 WHEN 0 THEN 'api' ELSE 'other' END, -n, 1, 'old-' || lpad(n::text, 6, '0'), 1, t, t,
        CASE n % 2 WHEN 1 THEN t END
   FROM (SELECT n, clock_timestamp() + interval '1 day' AS t FROM generate_series(1, 40000) AS n) AS g;
+INSERT INTO @schema@.circuits (name, updated_at, state, open_until)
+SELECT 'old-' || n, t, CASE n % 2 WHEN 0 THEN 'open' ELSE 'closed' END, CASE n % 2 WHEN 0 THEN t END
+  FROM (SELECT n, clock_timestamp() AS t FROM generate_series(1, 20000) AS n) AS g;
 """
 # For a third play: 20,000 runs of one organisation that are due and as many that run, 5,000 of another with 2,500 keys,
 # and 300 organisations with one that is due later.
@@ -402,6 +406,19 @@ async def _rates(kernel: Kernel, batch: Batch) -> None:
         assert {answer.answer for answer in await rates.release(kernel.session, results)} == {"done"}
 
 
+async def _circuits(kernel: Kernel, batch: Batch) -> None:
+    names = ["crm", "erp", "crm", "dms", "old-7"]
+    calls = [
+        circuits.Call(name, new_token(), item.run_id, item.attempt)
+        for name, item in zip(names, batch.items, strict=True)
+    ]
+    for result in ("failed", "ok"):
+        for _ in range(2):
+            await circuits.enter(kernel.session, calls, probe_s=30.0)
+            reports = [circuits.Report(call.name, call.token, result, "no answer") for call in calls]
+            assert {answer.answer for answer in await circuits.report(kernel.session, reports)} == {"done"}
+
+
 def _lane_turn(lane: Lane) -> Call:
     async def call(kernel: Kernel, _: Batch) -> None:
         prefixes = await kernel.claim_lanes(lane, limit=ITEMS, prefix=1)
@@ -486,6 +503,7 @@ CALLS: dict[str, Call] = {
     "chore": _chore,
     "next_due": _next_due,
     "rates": _rates,
+    "circuits": _circuits,
     "lifecycle turn": _lane_turn(Lane.LIFECYCLE),
     "observability turn": _lane_turn(Lane.OBSERVABILITY),
     "lifecycle deliver": _deliver(Lane.LIFECYCLE),
