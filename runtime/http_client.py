@@ -106,14 +106,22 @@ class HttpClient:
                     raise NoAnswer(f"answered more than {_ANSWER_BYTES} bytes")
                 return Answer(response.status, _decoded(response.headers), content)
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
-            what = str(error) or "the connection broke"
-            raise NoAnswer(f"{type(error).__name__}: {what}") from error
+            raise NoAnswer(f"{type(error).__name__}: {_root(error)}") from error
 
     async def aclose(self) -> None:
         """Close every connection. The next call opens new ones."""
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.aclose()
+
+
+def _root(error: BaseException) -> str:
+    """What the innermost cause says: httpcore and trio wrap what the system or TLS has to tell."""
+    said = str(error)
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+        said = str(error) or said
+    return said or "the connection broke"
 
 
 def _decoded(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:

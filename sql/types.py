@@ -67,9 +67,10 @@ class Delivery:
 
     ``token`` is the lane's lease: a receiver that can ask for proof of it knows that the sender may deliver.
 
-    Two things let a ledger lack facts right before the first of these: ``passed`` counts those that have no effect on a
-    ledger and may not have been sent; ``generation`` counts what operators skipped in this lane, so any gap is meant
-    where it has risen since the delivery before.
+    Two things let a ledger lack facts right before the first of these: ``passed`` counts those that may not have been
+    sent to it, because they have no effect on a ledger or, before a terminal that goes elsewhere, went to another one;
+    ``generation`` counts what operators skipped in this lane, so any gap is meant where it has risen since the delivery
+    before.
     """
 
     run_id: str

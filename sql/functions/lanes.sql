@@ -87,7 +87,8 @@ $$;
 
 -- Claims lanes for one delivery turn and answers each one's prefix, facts in order. A prefix, once out, is
 -- frozen: it comes back with the same members. Per prefix: `attempt` counts its deliveries, `generation` the skips of
--- its lane before it, `passed` the facts without effect right before it, which its receiver may not have.
+-- its lane before it, `passed` the facts right before it which its receiver may not have: those without effect or, before
+-- a terminal that goes elsewhere, all.
 -- Always ends with one row with run_id NULL that carries next_due_s, of all ranks, as claim_runs does.
 CREATE OR REPLACE FUNCTION @schema@.@lane@_claim(
     p_receivers text[], p_token bigint, p_limit integer, p_prefix integer, p_lease_s double precision,
@@ -117,10 +118,12 @@ BEGIN
                lane_attempts = l.lane_attempts + 1,
                frozen_seq = coalesce(l.frozen_seq, least(l.last_seq, l.acked_seq + p_prefix, nullif(@bound@, l.acked_seq)))
          WHERE l.run_id = ANY (v_ids)
-        RETURNING l.run_id, l.lane_receiver, l.lane_attempts, l.lane_skips, l.acked_seq, l.frozen_seq, l.quiet_seq
+        RETURNING l.run_id, l.lane_receiver, l.lane_attempts, l.lane_skips, l.acked_seq, l.frozen_seq, l.quiet_seq,
+                  (@bound@) = l.acked_seq AS elsewhere
     )
     SELECT c.run_id, c.lane_receiver, c.lane_attempts, c.lane_skips::integer,
-           CASE WHEN c.quiet_seq >= c.acked_seq THEN quiet_before(c.run_id, @number@::smallint, c.acked_seq) ELSE 0 END,
+           CASE WHEN c.elsewhere THEN c.acked_seq
+                WHEN c.quiet_seq >= c.acked_seq THEN quiet_before(c.run_id, @number@::smallint, c.acked_seq) ELSE 0 END,
            p.seqs, p.types, p.payloads, p.created_ats, NULL::double precision
       FROM claimed c
      CROSS JOIN LATERAL prefix_of(c.run_id, @number@::smallint, c.acked_seq, c.frozen_seq) p;
@@ -143,7 +146,8 @@ LANGUAGE sql STABLE
 @seek@
 AS $$
     SELECT l.run_id, l.lane_receiver, l.lane_attempts, l.lane_skips::integer,
-           CASE WHEN l.quiet_seq >= l.acked_seq THEN quiet_before(l.run_id, @number@::smallint, l.acked_seq) ELSE 0 END,
+           CASE WHEN (@bound@) = l.acked_seq THEN l.acked_seq
+                WHEN l.quiet_seq >= l.acked_seq THEN quiet_before(l.run_id, @number@::smallint, l.acked_seq) ELSE 0 END,
            p.seqs, p.types, p.payloads, p.created_ats
       FROM unnest(p_run_ids, p_tokens) AS i (run_id, token)
       JOIN @table@ l ON l.run_id = ANY (ARRAY[i.run_id]) AND l.lane_token = i.token AND l.lane_expires_at IS NOT NULL

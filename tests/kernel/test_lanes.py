@@ -121,6 +121,9 @@ async def test_a_terminal_that_goes_elsewhere_travels_alone(dsn: str, schema: st
         assert await kernel.claim_lanes(receivers=[BILLING]) == []
         (end,) = await kernel.claim_lanes(receivers=[LATER])
         assert list(end.types) == ["run.completed"]
+        assert (prefix.passed, end.passed) == (0, 3)  # this receiver has nothing of what came before
+        held = await lanes.held(kernel.session, Lane.LIFECYCLE, [(end.run_id, end.token)])
+        assert [one.passed for one in held] == [3]
         assert (await kernel.acknowledge(end, prefix=8)).answer == "acked"
         await check_invariants(kernel.session)
 
@@ -295,7 +298,7 @@ async def test_a_passed_fact_may_leave_a_terminal_that_goes_elsewhere(dsn: str, 
         await kernel.complete(item)
         assert await kernel.claim_lanes() == []
         (end,) = await kernel.claim_lanes(receivers=[LATER])
-        assert (list(end.types), end.passed) == (["run.completed"], 1)
+        assert (list(end.types), end.passed) == (["run.completed"], 3)
 
 
 # --- the first fact, out for delivery at admission -----------------------------------------------------------

@@ -34,9 +34,10 @@ INTERNAL = "an internal token"
 
 @asynccontextmanager
 async def open_receiver(dsn: str, schema: str, **options: Any) -> AsyncIterator[Receiver]:
-    """A receiver on a loopback port, in this process; its schema is ``schema`` with an ``l`` in front."""
+    """A receiver on a loopback port, in this process; its schema is ``ledger``, by default "l" and ``schema``."""
+    ledger = SessionOptions(dsn, options.pop("ledger", f"l{schema}"))
     settings = {"secrets": [SECRET], "internal_token": INTERNAL, "origin": None, "source": schema, **options}
-    receiver = Receiver(SessionOptions(dsn, f"l{schema}"), **settings)
+    receiver = Receiver(ledger, **settings)
     shutdown, bound = trio.Event(), trio.Event()
 
     def on_bound(port: int) -> None:
@@ -126,9 +127,7 @@ class ReceiverProcess:
 
 def record_of(prefix: Prefix, **changes: Any) -> dict[str, Any]:
     """A claimed prefix as a delivery on the wire. ``changes`` are not covered by the digest."""
-    key = wire.delivery_key(
-        prefix.run_id, prefix.lane, prefix.seqs[0], prefix.through, getattr(prefix, "generation", 0)
-    )
+    key = wire.delivery_key(prefix.run_id, prefix.lane, prefix.seqs[0], prefix.through, prefix.generation)
     facts = [
         {"seq": seq, "type": type_, "created_at": moment.isoformat(), "payload": json.loads(payload)}
         for seq, type_, moment, payload in zip(
@@ -142,8 +141,8 @@ def record_of(prefix: Prefix, **changes: Any) -> dict[str, Any]:
         "digest": "",
         "attempt": prefix.attempt,
         "lease_token": str(prefix.token),
-        "generation": getattr(prefix, "generation", 0),
-        "passed": getattr(prefix, "passed", 0),
+        "generation": prefix.generation,
+        "passed": prefix.passed,
         "facts": facts,
     }
     return sealed(record) | changes
