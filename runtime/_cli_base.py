@@ -16,6 +16,7 @@ from runtime.embedded import EmbeddedError
 from sql.errors import (
     ConfigError,
     DatabaseError,
+    FireNotFound,
     IdempotencyConflict,
     InputRefused,
     InvalidPlay,
@@ -24,6 +25,7 @@ from sql.errors import (
     RunFailed,
     RunlaneError,
     RunNotFound,
+    ScheduleNotFound,
     SchemaNotReady,
 )
 
@@ -39,7 +41,7 @@ Exit codes:
   2  wrong usage, a refused input, a run id or key taken by another one, or a bad setting
   3  the run failed (submit --wait)
   4  the run was cancelled (submit --wait)
-  5  there is no such run
+  5  there is no such run, schedule or fire
   6  the database cannot be reached or used
   130  interrupted
 """
@@ -78,7 +80,7 @@ def exit_code_of(error: RunlaneError) -> int:
         return RUN_FAILED
     if isinstance(error, RunCancelled):
         return RUN_CANCELLED
-    if isinstance(error, RunNotFound):
+    if isinstance(error, (RunNotFound, ScheduleNotFound, FireNotFound)):
         return NOT_FOUND
     if isinstance(error, (ConfigError, IdempotencyConflict, InputRefused, InvalidPlay)):
         return USAGE

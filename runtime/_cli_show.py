@@ -20,6 +20,7 @@ from sql.circuits import Circuit
 from sql.limits import Limit
 from sql.rates import RateScope
 from sql.receipts import StepRecord
+from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import Fact, RunStatus
 
@@ -294,3 +295,62 @@ def show_limits(limits: Sequence[Limit]) -> None:
         kind = "each key" if one.kind == "key" else one.kind
         lines.add_row(kind, one.name, str(one.max_running), "-" if one.running is None else str(one.running))
     console().print(lines)
+
+
+# --- schedules ---------------------------------------------------------------------------------------
+
+
+def timing(schedule: ScheduleStatus) -> str:
+    """When it fires, in words."""
+    if schedule.every_s is not None:
+        return f"every {schedule.every_s} s"
+    return f"{schedule.cron} {schedule.timezone}"
+
+
+def show_schedules(schedules: Sequence[ScheduleStatus]) -> None:
+    """One line per schedule."""
+    made = table("schedule", "play", "fires", "missed", "next", "last", "run")
+    for one in schedules:
+        made.add_row(
+            one.name,
+            one.play,
+            timing(one),
+            one.missed,
+            moment(one.next_fire_at) if one.paused_at is None else Text("paused", style="yellow"),
+            moment(one.last_fire_at),
+            one.last_run_id or "-",
+        )
+    console().print(made)
+
+
+def show_schedule(schedule: ScheduleStatus, fires: Sequence[Fire]) -> None:
+    """A schedule and what it has fired, for people."""
+    out = console()
+    summary = Table.grid(padding=(0, 2))
+    summary.add_column(style="dim")
+    summary.add_column(overflow="fold")
+    for name, value in (
+        ("schedule", Text(schedule.name, style="bold")),
+        ("play", schedule.play),
+        ("input", _short(json.dumps(schedule.input, ensure_ascii=False))),
+        ("fires", timing(schedule)),
+        ("missed", schedule.missed),
+        ("next", moment(schedule.next_fire_at)),
+        ("paused", moment(schedule.paused_at)),
+        ("release", schedule.release_id or "-"),
+    ):
+        summary.add_row(name, value)
+    out.print(summary)
+    if fires:
+        made = table("at", "seconds late", "run", "status", title="Fires")
+        for fire in fires:
+            late_s = (fire.fired_at - fire.fire_at).total_seconds()
+            lost = Text("lost", style="red")
+            made.add_row(
+                moment(fire.fire_at),
+                f"{late_s:.3f}",
+                fire.run_id,
+                lost if fire.status is None else state(fire.status),
+            )
+        out.print()
+        out.print(made)

@@ -333,6 +333,7 @@ class Verbs:
         org_id: str | None = None,
         priority: int = 0,
         labels: Mapping[str, str] | None = None,
+        concurrency_key: str | None = None,
     ) -> ScheduleStatus:
         """Create a schedule, or change the one of that name, and return what stands. Safe to repeat.
 
@@ -358,6 +359,7 @@ class Verbs:
                 org_id=org_id,
                 priority=priority,
                 labels=labels,
+                concurrency_key=concurrency_key,
             )
         )
 

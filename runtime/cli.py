@@ -33,6 +33,7 @@ from runtime._cli_base import (
     settings_of_command,
 )
 from runtime._cli_receive import receive
+from runtime._cli_schedules import schedules_group
 from runtime.api import Runtime
 from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
@@ -129,7 +130,7 @@ def serve(
 
     Prints one line when it is ready and logs to stderr. The first signal lets running plays end within the grace
     period and hands every lease back; a second one skips the grace period. Exits 0 then, and 1 when the host had to
-    give up. The current directory is importable.
+    give up. The current directory is importable. Schedules beside the plays are created, or changed.
 
     \b
     Examples:
@@ -143,7 +144,7 @@ def serve(
         health_port=health_port,
         log_level=log_level and log_level.upper(),
     )
-    plays = hosting.load_plays(targets)
+    plays, schedules = hosting.load_plays(targets), hosting.load_schedules(targets)
     logs.configure(config.log_level)
 
     def announce(runtime: Runtime) -> None:
@@ -154,7 +155,9 @@ def serve(
             click.echo(" ".join(f"{name}={value}" for name, value in ready.items() if value is not None))
         sys.stdout.flush()
 
-    trio.run(partial(hosting.serve, config, plays, announce, stop_with_stdin=stop_with_stdin))
+    trio.run(
+        partial(hosting.serve, config, plays, announce, schedules=schedules, stop_with_stdin=stop_with_stdin)
+    )
 
 
 cli.add_command(receive)
@@ -505,6 +508,9 @@ def runs_verb(
     show.show_runs(found)
     if following is not None:
         click.echo(f"there may be more: --after {following}", err=True)
+
+
+cli.add_command(schedules_group)
 
 
 # --- rates -------------------------------------------------------------------------------------------

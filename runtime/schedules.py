@@ -47,6 +47,7 @@ class Schedule:
     org_id: str | None = attrs.field(default=None, kw_only=True)
     priority: int = attrs.field(default=0, kw_only=True)
     labels: Mapping[str, str] | None = attrs.field(default=None, kw_only=True)
+    concurrency_key: str | None = attrs.field(default=None, kw_only=True)
 
 
 class Schedules:
@@ -133,7 +134,15 @@ class Schedules:
         if item.missed not in MISSED:
             raise InputRefused("missed", f"must be one of {', '.join(MISSED)}, not {preview(item.missed)}")
         checked = await self._link.submissions.prepare(
-            Submit(item.play, item.input, org_id=item.org_id, priority=item.priority, labels=item.labels)
+            Submit(
+                item.play,
+                item.input,
+                org_id=item.org_id,
+                priority=item.priority,
+                labels=item.labels,
+                concurrency_key=item.concurrency_key,
+                trigger="schedule",
+            )
         )
         for label in item.labels or ():
             if label in OWN_LABELS:
@@ -151,6 +160,7 @@ class Schedules:
             priority=checked.priority,
             org_id=checked.org_id,
             labels=checked.labels,
+            extras=checked.extras,
             release_id=self._link.config.release_id,
             environment=self._link.config.environment,
         )

@@ -23,6 +23,7 @@ from actors.core.groups import leaves
 from runtime.api import Runtime
 from runtime.config import RuntimeConfig
 from runtime.plays import Play, index_plays
+from runtime.schedules import Schedule
 from sql.errors import ConfigError, RunlaneError
 
 log = logging.getLogger("runlane.serve")
@@ -41,16 +42,25 @@ def load_plays(targets: Sequence[str]) -> list[Play]:
     current directory is importable. Raises ConfigError and InvalidPlay; for an error inside the module it is a
     ConfigError with the module's own part of the traceback as a note.
     """
+    return list(index_plays(one for one in _named(targets) if not isinstance(one, Schedule)).values())
+
+
+def load_schedules(targets: Sequence[str]) -> list[Schedule]:
+    """The schedules among what the targets name, as for ``load_plays``."""
+    return [one for one in _named(targets) if isinstance(one, Schedule)]
+
+
+def _named(targets: Sequence[str]) -> list[Any]:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-    found: list[object] = []
+    found: list[Any] = []
     for target in targets:
-        found += [one for one in _plays_of(target) if one not in found]
-    return list(index_plays(found).values())
+        found += [one for one in _named_by(target) if one not in found]
+    return found
 
 
-def _plays_of(target: str) -> list[Any]:
+def _named_by(target: str) -> list[Any]:
     name, colon, attribute = target.partition(":")
     if not _MODULE.fullmatch(name) or (colon and not attribute):
         raise ConfigError(f"--plays {target!r}: write it as module or module:attr")
@@ -60,8 +70,8 @@ def _plays_of(target: str) -> list[Any]:
             raise ConfigError(f"--plays {target!r}: {name} has no {attribute!r}")
         value = getattr(value, part)
     if isinstance(value, ModuleType):
-        value = [one for one in vars(value).values() if isinstance(one, Play)]
-        if not value:
+        value = [one for one in vars(value).values() if isinstance(one, (Play, Schedule))]
+        if not any(isinstance(one, Play) for one in value):
             raise ConfigError(f"--plays {target!r}: there is no play in it")
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -123,6 +133,7 @@ async def serve(
     plays: Sequence[Play],
     announce: Callable[[Runtime], None],
     *,
+    schedules: Sequence[Schedule] = (),
     stop_with_stdin: bool = False,
 ) -> None:
     """Host the plays until SIGTERM or SIGINT (or the end of stdin), and return when everything is handed back.
@@ -137,7 +148,7 @@ async def serve(
             if stop_with_stdin:
                 nursery.start_soon(_watch_stdin, stop)
             with stop.starting:
-                await _host(config, plays, announce, stop)
+                await _host(config, plays, schedules, announce, stop)
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         failure = _main_error(group)
@@ -146,9 +157,13 @@ async def serve(
 
 
 async def _host(
-    config: RuntimeConfig, plays: Sequence[Play], announce: Callable[[Runtime], None], stop: _Stop
+    config: RuntimeConfig,
+    plays: Sequence[Play],
+    schedules: Sequence[Schedule],
+    announce: Callable[[Runtime], None],
+    stop: _Stop,
 ) -> None:
-    async with Runtime.open(config, plays=plays) as runtime:
+    async with Runtime.open(config, plays=plays, schedules=schedules) as runtime:
         stop.runtime = runtime
         announce(runtime)
         await stop.asked.wait()

@@ -19,7 +19,10 @@ from sql.connection import Session
 
 @attrs.frozen(kw_only=True)
 class Definition:
-    """A schedule as it was declared. ``input`` and ``labels`` are JSON text; ``cron`` or ``every_s`` is None."""
+    """A schedule as it was declared. ``input``, ``labels`` and ``extras`` are JSON text.
+
+    ``extras`` are those of ``Submission``. One of ``cron`` and ``every_s`` is None.
+    """
 
     name: str
     play: str
@@ -31,6 +34,7 @@ class Definition:
     priority: int = 0
     org_id: str | None = None
     labels: str | None = None
+    extras: str | None = None
     release_id: str | None = None
     environment: str | None = None
 
@@ -39,8 +43,8 @@ class Definition:
 class ScheduleStatus:
     """What is now: one schedule. Times are of the database clock.
 
-    ``paused_at`` is None unless it is paused. ``last_fire_at`` and ``last_run_id`` are of its latest fire, as long as
-    that is kept.
+    ``input`` is as it is stored, which a codec may make unreadable. ``paused_at`` is None unless it is paused.
+    ``last_fire_at`` and ``last_run_id`` are of its latest fire, as long as that is kept.
     """
 
     name: str
@@ -114,7 +118,7 @@ async def put(session: Session, item: Definition, next_after: Callable[[datetime
     schema = session.options.schema
     now: datetime = await session.fetchval(call(schema, "clock", 0))
     answer: str = await session.fetchval(
-        call(schema, "put_schedule", 13),
+        call(schema, "put_schedule", 14),
         item.name,
         item.play,
         item.input,
@@ -125,6 +129,7 @@ async def put(session: Session, item: Definition, next_after: Callable[[datetime
         item.priority,
         item.org_id,
         item.labels,
+        item.extras,
         item.release_id,
         item.environment,
         next_after(now),

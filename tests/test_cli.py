@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ VERBS = (
     "steps",
     "cancel",
     "runs",
+    "schedules",
     "rates",
     "set-rate",
     "limits",
@@ -151,6 +153,8 @@ def test_unknown_verbs_and_options_are_usage_errors(bare: Command) -> None:
         (errors.RunFailed("r", "ValueError", "x"), 3),
         (errors.RunCancelled("r"), 4),
         (errors.RunNotFound("r"), 5),
+        (errors.ScheduleNotFound("s"), 5),
+        (errors.FireNotFound("s", datetime(2026, 1, 1, tzinfo=UTC)), 5),
         (errors.DatabaseUnreachable("x"), 6),
         (errors.InvalidDsn("x"), 6),
         (errors.HostTooOld("x"), 6),
@@ -539,6 +543,55 @@ def test_runs_filters_and_pages(runlane: Command) -> None:
 
 def _ids(answer: Answer) -> list[str]:
     return [run["run_id"] for run in answer.json["runs"]]
+
+
+def test_schedules_are_listed_paused_shown_repaired_and_deleted(
+    runlane: Command, dsn: str, schema: str, notify: bool
+) -> None:
+    assert "no schedules" in runlane("schedules").err
+    with hosting.serving("--plays", "tests.support.scheduled", dsn=dsn, schema=schema, notify=str(notify)):
+        _until(lambda: runlane("schedules", "--json").json["schedules"][1]["last_run_id"] is not None)
+        yearly, secondly = runlane("schedules", "list", "--json").json["schedules"]
+        assert (yearly["name"], yearly["timezone"], yearly["paused_at"]) == (
+            "new-year",
+            "Europe/Berlin",
+            None,
+        )
+        assert "schedule secondly is paused" in runlane("schedules", "pause", "secondly").out
+    assert secondly["every_s"] == 1
+    people = runlane("schedules").out
+    assert "0 0 1 1 * Europe/Berlin" in people
+    assert "every 1 s" in people
+    assert "paused" in people
+    shown = runlane("schedules", "show", "secondly", "--json").json
+    fire = shown["fires"][-1]
+    assert fire["status"] is not None
+    assert fire["run_id"] in runlane("schedules", "show", "secondly", "--fires", "1000").out
+
+    there = runlane("schedules", "repair", "secondly", fire["fire_at"])
+    assert (there.code, there.out.strip()) == (0, fire["run_id"])
+    assert "nothing was submitted" in there.err
+    ask(dsn, f"DELETE FROM {schema}.runs WHERE run_id = '{fire['run_id']}'")
+    assert "lost" in runlane("schedules", "show", "secondly", "--fires", "1000").out
+    again = runlane("schedules", "repair", "secondly", fire["fire_at"], "--json").json
+    assert again["repaired"] is True
+    assert runlane("status", again["run_id"]).code == 0
+
+    assert runlane("schedules", "resume", "secondly", "--json").json == {"name": "secondly", "paused": False}
+    assert "is deleted" in runlane("schedules", "delete", "secondly").out
+    for verb in ("show", "pause", "resume", "delete"):
+        runlane("schedules", verb, "secondly").refused(5, "'secondly'")
+    runlane("schedules", "repair", "new-year", "2026-01-01T00:00:00Z").refused(5, "no record of a fire")
+    runlane("schedules", "repair", "new-year", "yesterday").refused(2, "fire_time")
+    runlane("schedules", "repair", "new-year", "2026-01-01T00:00:00").refused(2, "time zone")
+    runlane("schedules", "pause", "a b").refused(2, "name")
+
+
+def _until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    limit = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
 
 
 # --- serve -------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_batches_of_lags_count_as_one_by_one(batches: list[list[float]]) -> None
     metrics = Metrics()
     reference = prometheus_client.Histogram("lag", "", buckets=LAG_BUCKETS_S, registry=None)
     for batch in batches:
-        metrics.observe_delivery("t", batch)
+        metrics.observe_delivery("run.log", batch)
         for lag in batch:
             reference.observe(max(0.0, lag))
     if not any(batches):
@@ -105,11 +105,11 @@ def test_batches_of_lags_count_as_one_by_one(batches: list[list[float]]) -> None
     for family in reference.collect():
         for sample in family.samples:
             if sample.name == "lag_bucket":
-                key = ("runlane_delivery_lag_seconds_bucket", (sample.labels["le"], "t"))
+                key = ("runlane_delivery_lag_seconds_bucket", (sample.labels["le"], "run.log"))
                 assert found[key] == sample.value
             elif sample.name in ("lag_count", "lag_sum"):
                 name = sample.name.replace("lag", "runlane_delivery_lag_seconds")
-                assert found[name, ("t",)] == pytest.approx(sample.value)
+                assert found[name, ("run.log",)] == pytest.approx(sample.value)
 
 
 def test_two_hosts_in_one_process_do_not_meet_and_the_global_registry_is_left_alone() -> None:

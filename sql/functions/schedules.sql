@@ -11,7 +11,8 @@
 -- answer: created | changed | unchanged | busy | environment (the name is taken in another one) | unknown_play.
 CREATE OR REPLACE FUNCTION @schema@.put_schedule(
     p_name text, p_play text, p_input jsonb, p_cron text, p_every_s integer, p_timezone text, p_missed text,
-    p_priority smallint, p_org text, p_labels jsonb, p_release text, p_environment text, p_next timestamptz
+    p_priority smallint, p_org text, p_labels jsonb, p_extras jsonb, p_release text, p_environment text,
+    p_next timestamptz
 ) RETURNS text
 LANGUAGE plpgsql
 @seek@
@@ -28,25 +29,27 @@ BEGIN
     v_now := clock();
 
     IF NOT FOUND THEN
-        INSERT INTO schedules (name, play, input, cron, every_s, timezone, missed, priority, org_id, labels, release_id,
-                               environment, created_at, updated_at, next_fire_at)
-        VALUES (p_name, p_play, p_input, p_cron, p_every_s, p_timezone, p_missed, p_priority, p_org, p_labels, p_release,
-                p_environment, v_now, v_now, p_next)
+        INSERT INTO schedules (name, play, input, cron, every_s, timezone, missed, priority, org_id, labels, extras,
+                               release_id, environment, created_at, updated_at, next_fire_at)
+        VALUES (p_name, p_play, p_input, p_cron, p_every_s, p_timezone, p_missed, p_priority, p_org, p_labels, p_extras,
+                p_release, p_environment, v_now, v_now, p_next)
         ON CONFLICT (name) DO NOTHING;
         RETURN CASE WHEN FOUND THEN 'created' ELSE 'busy' END;  -- held by somebody, or made in this moment
     ELSIF v_was.environment IS DISTINCT FROM p_environment THEN
         RETURN 'environment';
-    ELSIF (v_was.play, v_was.input, v_was.cron, v_was.every_s, v_was.timezone, v_was.missed, v_was.priority, v_was.org_id,
-           v_was.labels, v_was.release_id)
+    ELSIF same_payload(v_was.input, p_input) AND
+          (v_was.play, v_was.cron, v_was.every_s, v_was.timezone, v_was.missed, v_was.priority, v_was.org_id,
+           v_was.labels, v_was.extras, v_was.release_id)
           IS NOT DISTINCT FROM
-          (p_play, p_input, p_cron, p_every_s, p_timezone, p_missed, p_priority, p_org, p_labels, p_release)
+          (p_play, p_cron, p_every_s, p_timezone, p_missed, p_priority, p_org, p_labels, p_extras,
+           p_release)
     THEN
         RETURN 'unchanged';
     END IF;
 
     UPDATE schedules s
        SET play = p_play, input = p_input, cron = p_cron, every_s = p_every_s, timezone = p_timezone, missed = p_missed,
-           priority = p_priority, org_id = p_org, labels = p_labels, release_id = p_release,
+           priority = p_priority, org_id = p_org, labels = p_labels, extras = p_extras, release_id = p_release,
            updated_at = v_now, revision = s.revision + 1,
            next_fire_at = CASE WHEN (s.cron, s.every_s, s.timezone) IS NOT DISTINCT FROM (p_cron, p_every_s, p_timezone)
                                THEN s.next_fire_at ELSE p_next END
@@ -206,7 +209,7 @@ BEGIN
         SELECT s.release_id, s.environment, count(*)::integer AS n,
                array_agg(f.run_id) AS run_ids, array_agg(s.play) AS plays, array_agg(s.priority) AS priorities,
                array_agg(bucket_of(s.play, s.release_id, s.environment, s.priority)) AS buckets,
-               array_agg(s.org_id) AS orgs, array_agg(s.input) AS inputs,
+               array_agg(s.org_id) AS orgs, array_agg(s.input) AS inputs, array_agg(s.extras) AS extras,
                array_agg(coalesce(s.labels, '{}') || jsonb_build_object('schedule', s.name, 'fire_at',
                    to_char(f.fire_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))) AS labels,
                array_agg(('x' || left(md5(gen_random_uuid()::text), 15))::bit(60)::bigint) AS requests
@@ -219,7 +222,7 @@ BEGIN
                 v_group.run_ids, array_fill(false, ARRAY[v_group.n]), v_group.plays, v_group.buckets, v_group.priorities,
                 v_group.orgs, array_fill(NULL::text, ARRAY[v_group.n]), array_fill(NULL::double precision, ARRAY[v_group.n]),
                 array_fill(NULL::timestamptz, ARRAY[v_group.n]), v_group.labels, v_group.inputs,
-                array_fill(NULL::jsonb, ARRAY[v_group.n]), v_group.requests, array_fill(false, ARRAY[v_group.n]),
+                v_group.extras, v_group.requests, array_fill(false, ARRAY[v_group.n]),
                 NULL, NULL, v_group.release_id, v_group.environment, false) a
              WHERE NOT a.created)
         THEN

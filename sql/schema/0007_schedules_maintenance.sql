@@ -18,6 +18,7 @@ CREATE TABLE @schema@.schedules (
     release_id    text,                      -- of the runs: adopt_schedules() keeps it that of a host that serves the play
     environment   text,
     labels        jsonb,
+    extras        jsonb,                     -- of the runs, as admit_runs() takes them
     input         jsonb       NOT NULL,
     CHECK ((cron IS NULL) <> (every_s IS NULL))
 );

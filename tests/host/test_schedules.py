@@ -65,6 +65,8 @@ async def test_a_schedule_submits_runs_until_it_is_paused_or_deleted(hosts: Host
             {"n": 1},
         )
         first, second = await fires(rt, "secondly", 2)
+        created, *_ = await rt.facts(first.run_id)
+        assert created.payload["trigger"] == "schedule"
         assert second.fire_at - first.fire_at == timedelta(seconds=1)
         assert await rt.handle(first.run_id).result(timeout=10) == [
             {"n": 1},

@@ -77,7 +77,14 @@ async def one(kernel: Kernel, name: str = "nightly") -> schedules.ScheduleStatus
 async def test_a_fire_is_a_run_with_the_schedules_input_and_labels(dsn: str, schema: str) -> None:
     async with frozen(dsn, schema) as kernel:
         assert (
-            await put(kernel, org_id="acme", priority=1, labels='{"team": "ops"}', release_id="v1")
+            await put(
+                kernel,
+                org_id="acme",
+                priority=1,
+                labels='{"team": "ops"}',
+                extras='{"concurrency_key": "k"}',
+                release_id="v1",
+            )
             == "created"
         )
         assert await fire(kernel) == []
@@ -93,6 +100,7 @@ async def test_a_fire_is_a_run_with_the_schedules_input_and_labels(dsn: str, sch
             "alpha", "acme", 1, "v1", "1",
         )  # fmt: skip
         assert row["labels"] == '{"team": "ops", "fire_at": "2030-01-01T13:00:00Z", "schedule": "nightly"}'
+        assert row["concurrency_key"] == "k"
         assert row["bucket"] == await kernel.fetchval("SELECT @schema@.bucket_of('alpha', 'v1', NULL, 1)")
         stands = await one(kernel)
         assert (stands.last_run_id, stands.last_fire_at) == (row["run_id"], NOON + timedelta(hours=1))
