@@ -67,6 +67,7 @@ from sql.types import (  # noqa: E402
     EventOutcome,
     Fact,
     Lane,
+    RunDetails,
     RunStatus,
     WaitRecord,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "ResultTimeout",
     "Retry",
     "RunCancelled",
+    "RunDetails",
     "RunFailed",
     "RunNotFound",
     "RunStatus",

@@ -22,7 +22,7 @@ from sql.rates import RateScope
 from sql.receipts import StepRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
-from sql.types import Fact, RunStatus
+from sql.types import Fact, RunDetails, RunStatus
 
 _STYLES = {
     "completed": "green",
@@ -93,7 +93,7 @@ def run_record(run: RunStatus, attempts: Sequence[AttemptRecord], facts: Sequenc
 
 def run_json(run: RunStatus) -> dict[str, Any]:
     """A run's row, for a program."""
-    return {field.name: getattr(run, field.name) for field in attrs.fields(RunStatus)} | {
+    return attrs.asdict(run, filter=lambda field, value: field.name != "details" or value is not None) | {
         "lane": lane_state(run)
     }
 
@@ -128,10 +128,13 @@ def _summary(run: RunStatus) -> Iterable[tuple[str, Text | str]]:
     yield "status", state(run.status)
     if run.host is not None:
         yield "host", f"{run.host}, lease until {moment(run.lease_expires_at)}"
-    if run.wait_kind is not None:
-        yield "waits for", f"{run.wait_kind} {run.wait_key or ''} until {moment(run.wait_until)}"
-    elif run.status == "queued":
+    for wait in run.waits:
+        name = f"{wait.kind} {wait.name or wait.key}"
+        yield "waits for", name if wait.until is None else f"{name} until {moment(wait.until)}"
+    if run.status == "queued":
         yield "due", moment(run.due_at)
+    if run.details is not None and not run.details.served and run.status in ("queued", "waiting"):
+        yield "hint", Text(_unserved(run), style="yellow")
     yield "created", moment(run.created_at)
     yield "started", moment(run.started_at)
     yield "finished", moment(run.finished_at)
@@ -144,8 +147,42 @@ def _summary(run: RunStatus) -> Iterable[tuple[str, Text | str]]:
         yield "labels", " ".join(f"{key}={value}" for key, value in sorted(run.labels.items()))
     if run.release_id is not None:
         yield "release", run.release_id
+    if run.environment is not None:
+        yield "environment", run.environment
+    if run.parent_id is not None:
+        yield "parent", run.parent_id
+    if run.details is not None:
+        yield from _details(run.details)
     lane = f"{run.facts_delivered} of {run.facts_last} facts delivered"
     yield "lane", f"{lane}, blocked: {run.lane_blocked}" if run.lane_blocked is not None else lane
+
+
+def _unserved(run: RunStatus) -> str:
+    belongs = [f"play {run.play}"]
+    belongs += [f"release {run.release_id}"] if run.release_id is not None else []
+    belongs += [f"environment {run.environment}"] if run.environment is not None else []
+    return f"no host that claims {', '.join(belongs)} was seen within the last minute"
+
+
+def _details(details: RunDetails) -> Iterable[tuple[str, Text | str]]:
+    for name in ("surface", "trigger", "scope", "unique_key", "idempotency_key", "concurrency_key"):
+        value = getattr(details, name)
+        if value is not None:
+            yield name.replace("_", " "), Text(value)
+    if details.terminal_receiver is not None:
+        yield "end goes to", Text(details.terminal_receiver)
+    if details.array_input:
+        yield "array input", "staged: the end's delivery retires it"
+    if details.log_lane_blocked is not None:
+        yield "logs", Text(f"blocked: {details.log_lane_blocked}")
+    end = details.terminal or {}
+    if "output" in end:
+        yield "output", Text(_short(json.dumps(end["output"], ensure_ascii=False)))
+    if isinstance(end.get("error"), Mapping):
+        words = [str(end["error"][key]) for key in ("error_type", "message") if end["error"].get(key)]
+        yield "error", Text(_short(": ".join(words)), style="red")
+    if end.get("reason") is not None:
+        yield "reason", Text(str(end["reason"]))
 
 
 def _attempts(attempts: Sequence[AttemptRecord]) -> Table:

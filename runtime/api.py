@@ -216,14 +216,13 @@ class Verbs:
             raise ResultTimeout(f"run {run_id} has not ended within {limit_s:g} s; it goes on")
         return output_of(terminal, self._link.submissions.codec, play)
 
-    async def status(self, run_id: str) -> RunStatus:
-        """What is now. Raises RunNotFound."""
+    async def status(self, run_id: str, *, full: bool = False) -> RunStatus:
+        """What is now; with ``full`` also where its launch came from, and how it ended. Raises RunNotFound."""
         ids.check_run_id(run_id)
-        found = await self._ask(lambda session: status.read_runs(session, [run_id]))
-        if run_id not in found:
+        found: RunStatus | None = await self._ask(lambda session: status.read_run(session, run_id, full=full))
+        if found is None:
             raise RunNotFound(run_id)
-        answer: RunStatus = found[run_id]
-        return answer
+        return found
 
     async def facts(self, run_id: str) -> list[Fact]:
         """The run's log in order: the lifecycle lane, then what it has logged. Raises RunNotFound."""

@@ -335,8 +335,8 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str] | None:
 def status_verb(run_id: str, most: int) -> None:
     """Show a run: what is now, who tried, what happened.
 
-    Prints the run's row, its ended attempts, its newest facts and how many of its facts the ledger has. Exits 5 when
-    there is no such run.
+    Prints the run's row and end, what it waits for, its ended attempts, its newest facts and how many of its facts the
+    ledger has; and a hint where no host is there to claim it. Exits 5 when there is no such run.
 
     \b
     Examples:
@@ -347,7 +347,7 @@ def status_verb(run_id: str, most: int) -> None:
     ids.check_run_id(run_id)
 
     async def body(session: Session) -> tuple[Any, Any, Any]:
-        run = (await status.read_runs(session, [run_id])).get(run_id)
+        run = await status.read_run(session, run_id, full=True)
         if run is None:
             raise RunNotFound(run_id)
         attempts = await status.read_attempts(session, run_id)

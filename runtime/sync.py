@@ -74,6 +74,7 @@ class SyncVerbs:
     facts = _blocking(Verbs.facts)
     attempts = _blocking(Verbs.attempts)
     runs = _blocking(Verbs.runs)
+    steps = _blocking(Verbs.steps)
     cancel = _blocking(Verbs.cancel)
     send_event = _blocking(Verbs.send_event)
     events = _blocking(Verbs.events)
@@ -82,6 +83,10 @@ class SyncVerbs:
     pause_schedule = _blocking(Verbs.pause_schedule)
     resume_schedule = _blocking(Verbs.resume_schedule)
     delete_schedule = _blocking(Verbs.delete_schedule)
+    set_rate = _blocking(Verbs.set_rate)
+    rates = _blocking(Verbs.rates)
+    set_limit = _blocking(Verbs.set_limit)
+    limits = _blocking(Verbs.limits)
     fires = _blocking(Verbs.fires)
     repair_fire = _one(Verbs.repair_fire)
 

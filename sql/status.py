@@ -14,7 +14,7 @@ import attrs
 
 from sql.calls import call
 from sql.connection import Session
-from sql.types import RunStatus, WaitRecord
+from sql.types import SCOPES, SURFACES, TRIGGERS, RunDetails, RunStatus, WaitRecord
 
 
 @attrs.define(slots=True)
@@ -59,7 +59,16 @@ class Backlog:
 async def read_runs(session: Session, run_ids: Sequence[str]) -> dict[str, RunStatus]:
     """What is now, for those of the runs that exist."""
     rows = await session.fetch(call(session.options.schema, "read_runs", 1), list(run_ids))
-    return {row["run_id"]: _status(row) for row in rows}
+    return {row["run_id"]: _status(row, session.options.schema) for row in rows}
+
+
+async def read_run(session: Session, run_id: str, *, full: bool) -> RunStatus | None:
+    """What is now; with ``full`` with its details. None for a run that does not exist."""
+    found = (await read_runs(session, [run_id])).get(run_id)
+    if found is None or not full:
+        return found
+    row = await session.fetchrow(call(session.options.schema, "read_run_details", 1), run_id)
+    return None if row is None else attrs.evolve(found, details=_details(row))
 
 
 async def list_runs(
@@ -113,8 +122,8 @@ async def backlog(session: Session, *, limit: int = 10_000) -> Backlog:
     return Backlog(**{**dict(row), "kept": json.loads(row["kept"] or "{}")})
 
 
-def _status(row: Any) -> RunStatus:
-    values = dict(row)
+def _status(row: Any, schema: str) -> RunStatus:
+    values = dict(row, schema=schema)
     values["labels"] = None if row["labels"] is None else json.loads(row["labels"])
     values["facts_last"] = values.pop("last_seq")
     values["facts_delivered"] = values.pop("acked_seq")
@@ -131,4 +140,27 @@ def _wait(record: Mapping[str, Any]) -> WaitRecord:
         record["name"],
         datetime.fromisoformat(since),
         None if until is None else datetime.fromisoformat(until),
+    )
+
+
+def _details(row: Any) -> RunDetails:
+    launch = json.loads(row["launch"])
+
+    def known(name: str, words: Sequence[str]) -> str | None:
+        return launch[name] if launch.get(name) in words else None
+
+    return RunDetails(
+        accepted_at=row["accepted_at"],
+        surface=known("surface", SURFACES),
+        trigger=known("trigger", TRIGGERS),
+        scope=known("scope", SCOPES),
+        unique_key=(launch.get("unique") or {}).get("key"),
+        idempotency_key=row["idempotency_key"],
+        concurrency_key=row["concurrency_key"],
+        array_input=row["array_input"],
+        receiver=row["receiver"],
+        terminal_receiver=row["terminal_receiver"],
+        log_lane_blocked=row["log_lane_error"],
+        served=row["served"],
+        terminal=None if row["terminal"] is None else json.loads(row["terminal"]),
     )

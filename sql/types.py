@@ -100,8 +100,38 @@ class WaitRecord:
 
 
 @attrs.frozen(slots=True)
+class RunDetails:
+    """What the full form of a status has on top.
+
+    ``accepted_at``: when the run was admitted. ``surface``, ``trigger`` and ``scope`` are what its launch said of
+    itself; what this version does not know is dropped. ``unique_key`` is the one it asked for. ``terminal`` is its
+    terminal fact's payload as stored (``result`` reads the output): ``output``, ``error`` or ``reason`` and ``by``.
+
+    ``receiver`` gets the run's facts ("" is the hosts' own ledger), ``terminal_receiver`` its end, if another.
+    ``log_lane_blocked`` says why its logs are not delivered. ``served``: a host that claims such runs was seen within
+    the last minute.
+    """
+
+    accepted_at: datetime
+    surface: str | None
+    trigger: str | None
+    scope: str | None
+    unique_key: str | None
+    idempotency_key: str | None
+    concurrency_key: str | None
+    array_input: bool
+    receiver: str
+    terminal_receiver: str | None
+    log_lane_blocked: str | None
+    served: bool
+    terminal: Mapping[str, Any] | None
+
+
+@attrs.frozen(slots=True)
 class RunStatus:
-    """What is now: one run's row.
+    """What is now: one run's row. ``schema`` is where it was read, ``updated_at`` when something last happened.
+
+    ``details`` are of the full form only.
 
     ``facts_last`` and ``facts_delivered`` are the lifecycle lane's last appended and last acknowledged
     sequence numbers; they are equal when the ledger has everything. ``waits`` is all that a parked run stands at;
@@ -133,6 +163,10 @@ class RunStatus:
     parent_id: str | None = None
     root_id: str | None = None
     waits: tuple[WaitRecord, ...] = ()
+    environment: str | None = None
+    updated_at: datetime | None = None
+    schema: str = ""
+    details: RunDetails | None = None
 
     @property
     def terminal(self) -> bool:

@@ -7,7 +7,7 @@ RETURNS TABLE (
     created_at timestamptz, started_at timestamptz, finished_at timestamptz, due_at timestamptz, attempt integer,
     failures integer, crashes integer, wait_kind text, wait_key text, wait_until timestamptz, host text,
     lease_expires_at timestamptz, last_seq integer, acked_seq integer, lane_error text, parent_id text, root_id text,
-    waits jsonb
+    waits jsonb, environment text, updated_at timestamptz
 )
 LANGUAGE sql STABLE
 @lookup@
@@ -17,10 +17,33 @@ AS $$
            r.wait_until,
            CASE WHEN r.status = 'running' THEN coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
            r.lease_expires_at, r.last_seq, r.acked_seq, r.lane_error, r.parent_id, r.root_id,
-           CASE WHEN r.wait_kind IS NOT NULL THEN standing_waits(r.run_id, r.wait_seq) END
+           CASE WHEN r.wait_kind IS NOT NULL THEN standing_waits(r.run_id, r.wait_seq) END,
+           r.environment, f.created_at
       FROM unnest(p_run_ids) AS i (run_id)
       JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN hosts h ON h.host = r.lease_owner
+      LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = r.last_seq
+$$;
+
+-- What the full form of a status has on top: the launch without its input, the end, and why nothing happens.
+-- `served`: a host that claims such runs was seen within the last minute.
+CREATE OR REPLACE FUNCTION @schema@.read_run_details(p_run_id text)
+RETURNS TABLE (
+    accepted_at timestamptz, launch jsonb, terminal jsonb, array_input boolean, receiver text, terminal_receiver text,
+    concurrency_key text, idempotency_key text, log_lane_error text, served boolean
+)
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT f.created_at, f.payload - 'input' - 'request', t.payload, r.array_input, r.receiver, r.terminal_receiver,
+           r.concurrency_key, r.idempotency_key, l.lane_error,
+           EXISTS (SELECT 1 FROM hosts h
+                    WHERE r.bucket = ANY (h.buckets) AND h.seen_at > clock() - interval '1 minute')
+      FROM runs r
+      JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = 1
+      LEFT JOIN facts t ON t.run_id = ANY (ARRAY[r.run_id]) AND t.lane = 0 AND t.seq = r.terminal_seq
+      LEFT JOIN lanes l ON l.run_id = ANY (ARRAY[r.run_id])
+     WHERE r.run_id = ANY (ARRAY[p_run_id])
 $$;
 
 -- What a run stands at since that park, the first to pass in front.

@@ -196,7 +196,8 @@ CREATE TABLE @schema@.hosts (
     seen_at     timestamptz NOT NULL,
     pid         integer     NOT NULL,
     name        text        NOT NULL,
-    version     text        NOT NULL
+    version     text        NOT NULL,
+    buckets     bigint[]    NOT NULL DEFAULT '{}'  -- what it claims from
 ) WITH (fillfactor = 50);
 
 -- The default ledger: a read model of runs, applied in order and once.

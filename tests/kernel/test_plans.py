@@ -460,6 +460,7 @@ async def _read(kernel: Kernel, batch: Batch) -> None:
     for run_id in batch.ids:
         await facts.read(kernel.session, run_id)
         await status.read_attempts(kernel.session, run_id)
+        assert (await status.read_run(kernel.session, run_id, full=True)) is not None
 
 
 async def _page(kernel: Kernel, _: Batch) -> None:
