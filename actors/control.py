@@ -152,11 +152,14 @@ class Control:
             # An attempt that has lost its fence no longer counts against a limit.
             self._hints.everywhere(["terminals"] if answer.owner is None else ["runs", "terminals"])
             self._hints.lanes.set()
+            if answer.kin:
+                self._hints.everywhere(["wakes"])
+                self._hints.control.set()  # its children are asked to end, too
 
     def _refuse(self, request: CancelRequest | EventRequest, fault: ItemFault) -> None:
         self._mailbox.done([request])
         request.reply.set_error(fault)
 
     def _tell(self) -> None:
-        self._hints.everywhere(["control", "runs", "terminals"])
+        self._hints.everywhere(["control", "runs", "terminals", "wakes"])
         self._hints.lanes.set()

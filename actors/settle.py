@@ -78,6 +78,7 @@ class Settle:
         """Commit a batch; the items whose row is locked are returned."""
         busy: list[Settlement] = []
         replaced: list[Settlement] = []
+        woken: list[bool] = []
 
         async def commit(items: Sequence[Settlement]) -> None:
             verb = _verb(items[0])
@@ -92,6 +93,7 @@ class Settle:
                     item.outcome, item.payload, item.outage_max_s = "failed", item.overdue, None
                     replaced.append(item)
                 else:
+                    woken.append(answer.woke)
                     self._answered(item, answer)
 
         def refuse(item: Settlement, fault: ItemFault) -> None:
@@ -112,6 +114,8 @@ class Settle:
             group = [item for item in batch if _verb(item) is verb]
             await commit_in_groups(group, commit, fail=refuse)
         self._tell(batch)
+        if any(woken):
+            self._hints.everywhere(["wakes"])
         return busy + replaced
 
     def _answered(self, item: Settlement, answer: door.Settled) -> None:

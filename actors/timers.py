@@ -46,7 +46,7 @@ class Timers:
                     self._hints.everywhere(["runs"])
                     self._hints.lanes.set()
                     if pass_.failed:
-                        self._hints.everywhere(["terminals"])
+                        self._hints.everywhere(["terminals", "wakes"])
                 look_at = self._next_look(pass_, held)
 
     def _next_look(self, pass_: door.Expiry, held: Backoff) -> float | None:

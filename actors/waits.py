@@ -1,7 +1,7 @@
-"""Waits: what live attempts wait for in memory, and who is woken.
+"""Waits: what live attempts wait for in memory, the children that they start, and who is woken.
 
-Owns the group commit of waits that a play stands at without being parked, and the sweep of wakes, which makes parked
-runs due. It never parks an attempt: its play's own rule does.
+Owns the group commit of waits that a play stands at without being parked and of launches, and the sweep of wakes, which
+makes parked runs due. It never parks an attempt: its play's own rule does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import trio
 from actors.attempts import Attempt, Attempts, Why
 from actors.core import PASSING_FAULTS, Backoff, Life, Mailbox, Reply, commit_in_groups
 from actors.hints import Hints
+from sql import children
 from sql import waits as door
 from sql.connection import Session, SessionOptions
 from sql.errors import ItemFault
@@ -40,53 +41,75 @@ class Stand:
         return not self.dropped and self.attempt.why is None
 
 
+@attrs.define(slots=True, eq=False)
+class LaunchRequest:
+    """A child to start for a live attempt, and where its answer goes."""
+
+    attempt: Attempt
+    item: children.Launch
+    reply: Reply[children.Launched] = attrs.field(factory=Reply)
+
+
 class Waits:
     """Stands arrive in ``mailbox``, whose wake flag is the hint ``wake_waits``, and stay in flight until they are over.
 
-    ``backstop_s`` is the longest time between two looks at a stand, should every notification be lost.
+    Launches arrive in ``launches``, with the same flag. ``backstop_s`` is the longest time between two looks at a
+    stand, should every notification be lost.
     """
 
     def __init__(
         self,
         options: SessionOptions,
         mailbox: Mailbox[Stand],
+        launches: Mailbox[LaunchRequest],
         attempts: Attempts,
         hints: Hints,
         *,
+        release_id: str | None,
+        environment: str | None,
         backstop_s: float,
     ) -> None:
         self._options = options
         self._mailbox = mailbox
+        self._launches = launches
         self._attempts = attempts
         self._hints = hints
+        self._release_id = release_id
+        self._environment = environment
         self._backstop_s = backstop_s
         self._locked = Backoff(first_s=0.005, max_s=1.0)
 
     async def run(self, life: Life) -> None:
         """Ask and sweep until the mailbox ends."""
         standing: list[Stand] = []
+        busy: list[LaunchRequest] = []
         sweep_at: float | None = None
         async with life.session(self._options) as session:
             life.ready()
             while True:
-                await self._hints.wake_waits.wait(self._next_look(standing, sweep_at))
+                await self._hints.wake_waits.wait(self._next_look(standing, sweep_at, again=bool(busy)))
                 life.beat()
-                fresh = self._mailbox.take_nowait(_BATCH)
-                if self._mailbox.closed and not fresh:
+                fresh, launches = self._mailbox.take_nowait(_BATCH), self._launches.take_nowait(_BATCH)
+                if self._mailbox.closed and not fresh and not launches:
+                    # Their plays have ended, or run on without a lease.
                     self._mailbox.done(standing)
+                    self._launches.done(busy)
                     return
-                if len(self._mailbox):
+                if len(self._mailbox) or len(self._launches):
                     self._hints.wake_waits.set()
+                if busy or launches:
+                    busy = await self._launch(session, busy + launches)
                 woken = self._hints.wakes.clear()
                 standing = await self._ask(session, standing + fresh, everybody=woken)
                 if woken or (sweep_at is not None and trio.current_time() >= sweep_at):
                     sweep_at = await self._sweep(session)
 
-    @staticmethod
-    def _next_look(standing: Iterable[Stand], sweep_at: float | None) -> float | None:
+    def _next_look(self, standing: Iterable[Stand], sweep_at: float | None, *, again: bool) -> float | None:
         times = [stand.ask_at for stand in standing]
         if sweep_at is not None:
             times.append(sweep_at)
+        if again:
+            times.append(trio.current_time() + self._locked.next())
         return min(times, default=None)
 
     async def _sweep(self, session: Session) -> float | None:
@@ -122,7 +145,7 @@ class Waits:
                 stands[0].attempt.run_id,
                 stands[0].attempt.attempt,
                 stands[0].attempt.token,
-                [stand.wait for stand in stands],
+                list({stand.wait.key: stand.wait for stand in stands}.values()),
             )
             for stands in groups
         ]
@@ -155,12 +178,14 @@ class Waits:
             stand.ask_at = ask_at
 
     def _lost(self, stands: Sequence[Stand]) -> None:
-        attempt = stands[0].attempt
-        if self._attempts.get(attempt.run_id) is attempt and attempt.holds_slot:
-            self._attempts.lose(attempt, Why.LOST)
+        self._lose(stands[0].attempt)
         self._mailbox.done(stands)
         for stand in stands:
             stand.dropped = True
+
+    def _lose(self, attempt: Attempt) -> None:
+        if self._attempts.get(attempt.run_id) is attempt and attempt.holds_slot:
+            self._attempts.lose(attempt, Why.LOST)
 
     def _refuse(self, stands: list[Stand], fault: ItemFault) -> None:
         if isinstance(fault, PASSING_FAULTS):
@@ -169,3 +194,43 @@ class Waits:
         self._mailbox.done(stands)
         for stand in stands:
             stand.reply.set_error(fault)
+
+    # --- launches ------------------------------------------------------------------------------------
+
+    async def _launch(self, session: Session, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:
+        """Start children; those for which some row or key is locked are returned."""
+        busy: list[LaunchRequest] = []
+
+        async def commit(group: Sequence[LaunchRequest]) -> None:
+            answers = await children.start(
+                session,
+                [request.item for request in group],
+                release_id=self._release_id,
+                environment=self._environment,
+            )
+            for request, answer in zip(group, answers, strict=True):
+                if answer.answer == "busy":
+                    busy.append(request)
+                    continue
+                if answer.answer == "lost":
+                    self._lose(request.attempt)
+                self._launches.done([request])
+                request.reply.set_result(answer)
+            if any(answer.created for answer in answers):
+                self._hints.lanes.set()
+                self._hints.everywhere(["runs"])
+
+        def refuse(request: LaunchRequest, fault: ItemFault) -> None:
+            if isinstance(fault, PASSING_FAULTS):
+                busy.append(request)
+                return
+            self._launches.done([request])
+            request.reply.set_error(fault)
+
+        gone = [request for request in requests if request.attempt.why is not None]
+        self._launches.done(gone)
+        live = [request for request in requests if request.attempt.why is None]
+        await commit_in_groups(live, commit, fail=refuse)
+        if not busy:
+            self._locked.reset()
+        return busy

@@ -12,7 +12,7 @@ from runtime.api import Runtime  # noqa: E402 - the check comes first
 from runtime.client import Client, SyncClient  # noqa: E402
 from runtime.codec import JsonCodec, Seal, SealedCodec  # noqa: E402
 from runtime.config import RuntimeConfig  # noqa: E402
-from runtime.context import Context, SyncContext  # noqa: E402
+from runtime.context import Child, Context, SyncChild, SyncContext  # noqa: E402
 from runtime.executor import PlayTimedOut  # noqa: E402
 from runtime.handle import Handle  # noqa: E402
 from runtime.http_ledger import HttpLedger  # noqa: E402
@@ -76,6 +76,7 @@ __all__ = [
     "Approval",
     "CancelOutcome",
     "CapacityUnavailable",
+    "Child",
     "Client",
     "ConfigError",
     "Context",
@@ -130,6 +131,7 @@ __all__ = [
     "StepRecord",
     "StepTimedOut",
     "Submit",
+    "SyncChild",
     "SyncClient",
     "SyncContext",
     "UnknownPlay",

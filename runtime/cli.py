@@ -435,7 +435,7 @@ def cancel_verb(run_id: str, reason: str | None) -> None:
     async def body(session: Session) -> str:
         (answer,) = await control.cancel(session, [request], mark=True)
         if config.notify and answer.answer in ("cancelled", "pending"):
-            await due.notify(session, ["control", "terminals", "lanes"])
+            await due.notify(session, ["control", "terminals", "lanes", "wakes"])
         return answer.answer
 
     answer = _client.ask(config, body)

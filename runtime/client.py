@@ -199,7 +199,7 @@ class _LineLink:
             async def cancel(session: Session, mark: bool = mark) -> Cancelled:
                 (answer,) = await control.cancel(session, [item], mark=mark)
                 if self.config.notify and answer.answer in ("cancelled", "pending"):
-                    await due.notify(session, ["control", "terminals", "lanes"])
+                    await due.notify(session, ["control", "terminals", "lanes", "wakes"])
                 return answer
 
             answer = await self.ask(cancel)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -26,10 +26,15 @@ from actors.receipts import Message
 from actors.waits import Stand
 from runtime import circuits, ids, rates
 from runtime.codec import JsonCodec, preview, scrub
+from runtime.handle import output_of
 from runtime.parking import Parking
+from runtime.plays import Play
 from runtime.rates import Permit, SyncPermit
 from runtime.steps import StepPolicy, Steps, is_async, refuse_inside_step
+from runtime.submit import Submit
+from sql.admission import Submission
 from sql.errors import InputRefused, RunCancelled, WaitTimedOut
+from sql.status import Terminal
 from sql.types import Approval, Lane
 from sql.waits import Wait, WaitState
 
@@ -53,7 +58,8 @@ class Doors:
     ``circuits`` says whether a dependency is worth calling, ``receipts`` takes what steps claim and record.
 
     ``say(attempt)`` hands over an attempt with something to say. ``hold(attempt, wait)`` holds a wait in memory.
-    ``payload(run_id, key)`` reads what a wait was given, where it was too large to come along.
+    ``payload(run_id, key)`` reads what a wait was given, where it was too large to come along. ``prepare(submit)``
+    checks a child, and ``launch(attempt, key, submission)`` starts it: ``started``, ``conflict`` or ``lost``.
     """
 
     say: Callable[[Attempt], None]
@@ -63,6 +69,8 @@ class Doors:
     receipts: Mailbox[Message]
     hold: Callable[[Attempt, Wait], Stand]
     payload: Callable[[str, str], Awaitable[str | None]]
+    prepare: Callable[[Submit], Awaitable[Submission]]
+    launch: Callable[[Attempt, str, Submission], Awaitable[str]]
 
 
 class Context:
@@ -230,6 +238,71 @@ class Context:
             given,
         )
 
+    async def start_run(
+        self,
+        play: Play | str,
+        input: Any = None,
+        *,
+        key: str | None = None,
+        priority: int = 0,
+        delay: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        concurrency_key: str | None = None,
+    ) -> Child:
+        """Start another run as this one's child, durably, and return it without waiting for its end.
+
+        It starts once: on later attempts the same ``key`` gives the same child. It belongs to this run's organisation,
+        and is cancelled when this run is; otherwise it outlives it. The rest is as for ``Runtime.submit``.
+
+        Raises InputRefused (PayloadRefused, UnknownPlay) naming the field; ``key`` where it has started another play,
+        or the same one with another input.
+        """
+        self._check_live()
+        key = self._wait_key(key)
+        run_id = ids.child_run_id(self.run_id, key)
+        child = Child(self, run_id, Wait(key, "child", run_id))
+        if key in self._attempt.claimed.waits:
+            self._known(child.wait)  # it was started by an earlier attempt
+            await trio.lowlevel.checkpoint()
+            return child
+        item = Submit(
+            play,
+            input,
+            run_id=run_id,
+            org_id=self.org_id,
+            priority=priority,
+            delay=delay,
+            labels=labels,
+            concurrency_key=concurrency_key,
+        )
+        with self.parking.calling():
+            answer = await self._doors.launch(self._attempt, key, await self._doors.prepare(item))
+        if answer == "lost":
+            raise RunCancelled(self.run_id, "its lease is gone")
+        if answer == "conflict":
+            raise InputRefused(
+                "key",
+                f"{key!r} has started run {run_id!r} with another play or input; one key starts one child",
+            )
+        return child
+
+    async def call(
+        self, play: Play | str, input: Any = None, *, key: str | None = None, **options: Any
+    ) -> Any:
+        """Start a child, wait for its end and return its output: ``start_run`` and then ``child.result()``.
+
+        Raises what both raise: RunFailed or RunCancelled, with the child's id, when it ended so.
+        """
+        child = await self.start_run(play, input, key=key, **options)
+        return await child.result()
+
+    async def result_of(self, child: Child) -> Any:
+        """As ``child.result()``."""
+        self._check_live()
+        state = await self._wait(child.wait)
+        ended = json.loads(await self._payload(child.wait, state, f"run {child.run_id}"))
+        return output_of(Terminal(child.run_id, ended["status"], ended["payload"]), self._codec)
+
     def _event_wait(self, kind: str, name: Any, timeout: Any, key: Any) -> Wait:
         name = ids.check_event_name(name)
         delay_s = None if timeout is None else _checked_seconds("timeout", timeout)
@@ -238,6 +311,15 @@ class Context:
 
     async def _wait(self, wait: Wait, *, at_once: bool = False) -> WaitState:
         """Stand at a wait until it is over. Unwound by cancellation when the run parks."""
+        known = self._known(wait)
+        if known is not None and known.done:
+            await trio.lowlevel.checkpoint()
+            self.parking.returned(self._who())
+            return known
+        return await self.parking.stand(wait, task=self._who(), at_once=at_once or known is not None)
+
+    def _known(self, wait: Wait) -> WaitState | None:
+        """What earlier attempts know of a wait. InputRefused if they waited for something else there."""
         known = self._attempt.claimed.waits.get(wait.key)
         if known is not None and (known.kind, known.name) != (wait.kind, wait.name):
             raise InputRefused(
@@ -245,11 +327,7 @@ class Context:
                 f"{wait.key!r} is a wait for {_named(known.kind, known.name)} in this run, not for "
                 f"{_named(wait.kind, wait.name)}: the play asks in another order than before, so give its waits keys",
             )
-        if known is not None and known.done:
-            await trio.lowlevel.checkpoint()
-            self.parking.returned(self._who())
-            return known
-        return await self.parking.stand(wait, task=self._who(), at_once=at_once or known is not None)
+        return known
 
     async def _payload(self, wait: Wait, state: WaitState, what: str) -> str:
         """What a wait was given, as JSON text."""
@@ -412,6 +490,41 @@ class Context:
             raise InputRefused("ctx", "the run is parking: its cleanup can write nothing more")
 
 
+class Child:
+    """A run that this one has started. ``run_id`` names it."""
+
+    def __init__(self, context: Context, run_id: str, wait: Wait) -> None:
+        self.run_id = run_id
+        self.wait = wait
+        self._context = context
+
+    def __repr__(self) -> str:
+        return f"<Child run={self.run_id}>"
+
+    async def result(self) -> Any:
+        """The child's output, once it has ended: a durable wait, which parks this run when it is long.
+
+        Raises RunFailed or RunCancelled, with the child's id, when it ended so.
+        """
+        return await self._context.result_of(self)
+
+
+class SyncChild:
+    """As ``Child``, for a play that runs in a thread."""
+
+    def __init__(self, child: Child, ask: Callable[[Callable[[], Awaitable[Any]]], Any]) -> None:
+        self.run_id = child.run_id
+        self._child = child
+        self._ask = ask
+
+    def __repr__(self) -> str:
+        return repr(self._child)
+
+    def result(self) -> Any:
+        """As ``Child.result``; blocks the thread."""
+        return self._ask(self._child.result)
+
+
 class Unwind(BaseException):
     """Ends the thread of a play that parks. Like a cancellation, nothing that catches ``Exception`` sees it."""
 
@@ -451,6 +564,17 @@ class SyncContext:
     ) -> Approval:
         """As ``Context.wait_approval``."""
         return self._ask(partial(self._context.wait_approval, name, timeout=timeout, key=key))
+
+    def start_run(
+        self, play: Play | str, input: Any = None, *, key: str | None = None, **options: Any
+    ) -> SyncChild:
+        """As ``Context.start_run``."""
+        child = self._ask(partial(self._context.start_run, play, input, key=key, **options))
+        return SyncChild(child, self._ask)
+
+    def call(self, play: Play | str, input: Any = None, *, key: str | None = None, **options: Any) -> Any:
+        """As ``Context.call``."""
+        return self._ask(partial(self._context.call, play, input, key=key, **options))
 
     def step(
         self,

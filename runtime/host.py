@@ -40,7 +40,7 @@ from actors.receipts import Receipts
 from actors.schedules import Adoption, Change, Schedules
 from actors.settle import Settle
 from actors.timers import Timers
-from actors.waits import Stand, Waits
+from actors.waits import LaunchRequest, Stand, Waits
 from actors.watch import Query, Waiters, Watch
 from actors.watchdog import Watchdog
 from runtime.codec import JsonCodec
@@ -58,7 +58,9 @@ from runtime.routes import Route, Routes
 from runtime.submit import Submissions, buckets_from
 from runtime.view import Reports, View
 from sql import admission, circuits, deployment, proof, status, waits
+from sql.admission import Submission
 from sql.array_input import Intent
+from sql.children import Launch
 from sql.claim import Buckets
 from sql.connection import Session, SessionOptions, open_session
 from sql.errors import OutcomeUnknown, RunlaneError
@@ -187,6 +189,10 @@ class _Composition:
         )
         self.stands: Mailbox[Stand] = Mailbox("waits", sys.maxsize, wake=hints.wake_waits)
         self.circuits = Circuits(options, Mailbox("circuits", sys.maxsize, abandon=_abandon_entry))
+        self.launches: Mailbox[LaunchRequest] = Mailbox(
+            "children", sys.maxsize, wake=hints.wake_waits, abandon=_abandon
+        )
+        self.submissions = Submissions(config, codec, plays, self._buckets_of, self.routes)
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
         doors = Doors(
             say=_Say(self.sayings),
@@ -196,6 +202,8 @@ class _Composition:
             payload=self._payload,
             receipts=self.receipts,
             circuits=self.circuits,
+            prepare=self.submissions.prepare,
+            launch=self._launch,
         )
         execute = Executor(plays, codec, config, doors=doors, flush=self.facts.hurry.set)
         self.executors = Executors(
@@ -278,7 +286,7 @@ class _Composition:
             requests=self.requests,
             queries=self.queries,
             changes=self.changes,
-            submissions=Submissions(self.config, self.codec, self.plays, self._buckets_of, self.routes),
+            submissions=self.submissions,
             executors=self.executors,
             supervisor=supervisor,
             view=view,
@@ -386,10 +394,19 @@ class _Composition:
             on_settled=self._on_settled,
             unstorable=unstorable,
         )
-        waiting = Waits(self.options, self.stands, self.attempts, self.hints, backstop_s=config.backstop_s)
+        waiting = Waits(
+            self.options,
+            self.stands,
+            self.launches,
+            self.attempts,
+            self.hints,
+            release_id=config.release_id,
+            environment=config.environment,
+            backstop_s=config.backstop_s,
+        )
         receipts = Receipts(self.options, self.receipts, self.attempts)
         return [
-            _child("waits", waiting, self.stands),
+            _child("waits", waiting, self.stands, self.launches),
             _child("facts", self.facts, self.sayings, stop_budget_s=config.release_budget_s),
             _child("settle", settle, self.endings, stop_budget_s=config.release_budget_s),
             _child("rates", Rates(self.options, self.slots, self.hints), self.slots),
@@ -471,6 +488,12 @@ class _Composition:
         stand = Stand(attempt, wait)
         self.stands.send_nowait(stand)
         return stand
+
+    async def _launch(self, attempt: Attempt, key: str, submission: Submission) -> str:
+        item = Launch(attempt.run_id, attempt.attempt, attempt.token, key, submission)
+        request = LaunchRequest(attempt, item)
+        self.launches.send_nowait(request)
+        return (await request.reply.wait()).answer
 
     async def _payload(self, run_id: str, key: str) -> str | None:
         text: str | None = await ask(
@@ -605,7 +628,7 @@ class _Say:
 
 
 def _abandon(
-    item: Admission | CancelRequest | EventRequest | Change | IntentRequest | Query,
+    item: Admission | CancelRequest | EventRequest | Change | IntentRequest | LaunchRequest | Query,
     error: RunlaneError,
 ) -> None:
     reply: Reply[Any] = item.reply

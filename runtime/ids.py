@@ -6,12 +6,14 @@ never asks the database.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import random
 import re
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -32,6 +34,8 @@ MAX_LABEL_VALUE_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -2, 2
 
 _RUN_ID = re.compile(RUN_ID_PATTERN)
+# A UUIDv7, or the id of a child.
+_DATED = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[78][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 _RANDOM_BITS = 74
 _STEP_BITS = 32
 
@@ -76,6 +80,16 @@ if hasattr(os, "register_at_fork"):
 def new_run_id() -> str:
     """A new run id: a UUIDv7 as text, greater than every earlier one of this process."""
     return _uuid7.next()
+
+
+def child_run_id(parent_id: str, key: str) -> str:
+    """The run id of the child that a run starts under ``key``: always the same, a UUID of version 8 (RFC 9562).
+
+    It begins with its parent's timestamp, if that has one, so that a family lies together in every index.
+    """
+    digest = hashlib.sha256(f"{parent_id}\x1f{key}".encode()).hexdigest()
+    stamp = parent_id.replace("-", "")[:12] if _DATED.fullmatch(parent_id) else digest[:12]
+    return str(uuid.UUID(f"{stamp}8{digest[13:16]}{'89ab'[int(digest[16], 16) % 4]}{digest[17:32]}"))
 
 
 def _checked_text(field: str, value: Any, most: int) -> str:

@@ -52,8 +52,8 @@ class Parking:
 
     @property
     def waits(self) -> list[Wait]:
-        """What the attempt stands at."""
-        return [pending.wait for pending in self._pending]
+        """What the attempt stands at, each once."""
+        return list({pending.wait.key: pending.wait for pending in self._pending}.values())
 
     @contextmanager
     def calling(self) -> Iterator[None]:

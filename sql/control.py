@@ -26,10 +26,12 @@ class Cancellation:
 @attrs.define(slots=True)
 class Cancelled:
     """``answer``: ``cancelled`` (this request won), ``cancelled_before``, ``completed``, ``failed``, ``pending``
-    (recorded), ``busy`` (the row is locked) or ``missing``. ``owner``: the host whose attempt lost its fence."""
+    (recorded), ``busy`` (the row is locked) or ``missing``. ``owner``: the host whose attempt lost its fence. ``kin``:
+    its parent has a wake, or its children have requests to cancel."""
 
     answer: str
     owner: int | None
+    kin: bool = False
 
 
 async def cancel(session: Session, items: Sequence[Cancellation], *, mark: bool) -> list[Cancelled]:
@@ -45,7 +47,9 @@ async def cancel(session: Session, items: Sequence[Cancellation], *, mark: bool)
         [item.by for item in items],
         mark,
     )
-    return [Cancelled(row["answer"], row["owner"]) for row in sorted(rows, key=lambda row: row["ord"])]
+    return [
+        Cancelled(row["answer"], row["owner"], row["kin"]) for row in sorted(rows, key=lambda row: row["ord"])
+    ]
 
 
 async def sweep(session: Session, *, limit: int) -> tuple[int, int]:

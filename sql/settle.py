@@ -20,8 +20,8 @@ class Settlement:
     """The end of one attempt. ``payload`` and ``waits`` are JSON text, ``delay_s`` seconds.
 
     ``outcome``: ``completed`` and ``failed`` end the run; ``retried`` charges a failure and queues it again after
-    ``delay_s``; ``deferred`` and ``released`` charge nothing; ``parked`` waits for ``waits``, a list of
-    ``{"key", "kind", "delay_s"}``.
+    ``delay_s``; ``deferred`` and ``released`` charge nothing; ``parked`` waits for ``waits``, as
+    ``sql.waits.waits_text`` writes them.
 
     A deferral with ``outage_max_s`` is bounded: once the outage that its payload's error kind names has lasted that
     many seconds, the run ends as failed with the payload ``overdue`` instead.
@@ -53,6 +53,8 @@ class Settled:
     answer: str
     status: str | None
     outage_at: datetime | None = None
+    woke: bool = False
+    """A run that waits for this one's end has a wake."""
 
 
 async def settle(session: Session, items: Sequence[Settlement]) -> list[Settled]:
@@ -64,7 +66,10 @@ async def settle(session: Session, items: Sequence[Settlement]) -> list[Settled]
         [item.payload for item in items],
         [item.delay_s for item in items],
     )
-    return [Settled(row["answer"], row["status"]) for row in sorted(rows, key=lambda row: row["ord"])]
+    return [
+        Settled(row["answer"], row["status"], woke=row["woke"])
+        for row in sorted(rows, key=lambda row: row["ord"])
+    ]
 
 
 async def defer(session: Session, items: Sequence[Settlement]) -> list[Settled]:

@@ -10,18 +10,22 @@
 --
 -- answer: cancelled (this request won, now or before) | completed | failed | cancelled_before (another request
 -- won) | pending (the request is recorded) | busy (locked and p_mark is false) | missing.
--- owner: the host whose live attempt lost its fence, for a hint.
+-- owner: the host whose live attempt lost its fence, for a hint. kin: its parent has a wake now, or its children have
+-- requests to cancel.
 CREATE OR REPLACE FUNCTION @schema@.cancel_runs(
     p_run_ids text[], p_requests text[], p_reasons text[], p_by text[], p_mark boolean
-) RETURNS TABLE (ord integer, answer text, owner bigint)
+) RETURNS TABLE (ord integer, answer text, owner bigint, kin boolean)
 LANGUAGE plpgsql
 @lookup@
 AS $$
 #variable_conflict use_column
 DECLARE
-    v_now  timestamptz;
-    v_done text[];
-    v_own  bigint[];
+    v_now     timestamptz;
+    v_done    text[];
+    v_own     bigint[];
+    v_reasons text[];
+    v_by      text[];
+    v_kin     text[];
 BEGIN
     PERFORM require_read_committed();
     v_now := clock();
@@ -44,8 +48,10 @@ BEGIN
                lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
           FROM free i
          WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.finished_at IS NULL
-        RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.finished_at, r.last_seq, i.was,
-                  i.request, i.reason, i.by
+        RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.finished_at, r.last_seq,
+                  r.parent_id, i.was, i.request, i.reason, i.by
+    ), woken AS (
+        INSERT INTO wakes (created_at, run_id) SELECT DISTINCT v_now, parent_id FROM ended WHERE parent_id IS NOT NULL
     ), tried AS (
         INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
         SELECT run_id, attempt, lease_token, lease_owner, attempt_at, finished_at, 'cancelled'
@@ -58,7 +64,12 @@ BEGIN
     ), unmarked AS (
         DELETE FROM cancellations c USING ended WHERE c.run_id = ANY (ARRAY[ended.run_id])
     )
-    SELECT array_agg(run_id), array_agg(CASE WHEN was = 'running' THEN lease_owner END) INTO v_done, v_own FROM ended;
+    SELECT array_agg(run_id), array_agg(CASE WHEN was = 'running' THEN lease_owner END), array_agg(reason),
+           array_agg(by), array_agg(run_id) FILTER (WHERE parent_id IS NOT NULL)
+      INTO v_done, v_own, v_reasons, v_by, v_kin
+      FROM ended;
+    -- In a statement of its own: a child that was committed before the lock above was granted is seen now.
+    v_kin := v_kin || (SELECT array_agg(p) FROM cancel_children(v_done, v_reasons, v_by, v_now) AS p);
 
     IF p_mark THEN
         INSERT INTO cancellations (requested_at, run_id, request_id, reason, requested_by)
@@ -76,7 +87,7 @@ BEGIN
                 WHEN r.status = 'cancelled' THEN 'cancelled_before'
                 WHEN p_mark THEN 'pending'
                 ELSE 'busy' END,
-           d.owner
+           d.owner, coalesce(i.run_id = ANY (v_kin), false)
       FROM unnest(p_run_ids, p_requests) WITH ORDINALITY AS i (run_id, request, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN unnest(v_done, v_own) AS d (run_id, owner) ON d.run_id = i.run_id

@@ -15,11 +15,11 @@
 --               {"error": {"kind": …}} says why (an outage, which is bounded, goes through defer_attempts)
 --
 -- answer: done | busy (the row is locked: ask again) | lost, with the run's status as it stands now
--- (NULL: there is no such run).
+-- (NULL: there is no such run). woke: runs that wait for the end of one of these have a wake now.
 CREATE OR REPLACE FUNCTION @schema@.settle_attempts(
     p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_outcomes text[], p_payloads jsonb[],
     p_delays double precision[]
-) RETURNS TABLE (ord integer, answer text, status text)
+) RETURNS TABLE (ord integer, answer text, status text, woke boolean)
 LANGUAGE plpgsql
 @seek@
 AS $$
@@ -27,6 +27,7 @@ AS $$
 DECLARE
     v_now  timestamptz;
     v_done text[];
+    v_woke boolean;
 BEGIN
     PERFORM require_read_committed();
     v_now := clock();
@@ -52,7 +53,11 @@ BEGIN
           FROM free i
          WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
         RETURNING r.run_id, r.attempt, r.last_seq, r.attempt_at, r.lease_owner, r.lease_token, r.due_at, r.failures,
-                  i.terminal, i.outcome, i.payload
+                  r.parent_id, i.terminal, i.outcome, i.payload
+    ), woken AS (
+        INSERT INTO wakes (created_at, run_id)
+        SELECT DISTINCT v_now, parent_id FROM ended WHERE terminal AND parent_id IS NOT NULL
+        RETURNING 1
     ), tried AS (
         INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome, error)
         SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, outcome,
@@ -68,10 +73,10 @@ BEGIN
                                ELSE jsonb_build_object('attempt', attempt, 'reason', outcome, 'due_at', due_at) END
           FROM ended
     )
-    SELECT array_agg(run_id) INTO v_done FROM ended;
+    SELECT array_agg(run_id), EXISTS (SELECT 1 FROM woken) INTO v_done, v_woke FROM ended;
 
     IF cardinality(v_done) = cardinality(p_run_ids) THEN
-        RETURN QUERY SELECT i::integer, 'done'::text, NULL::text FROM generate_series(1, cardinality(v_done)) AS i;
+        RETURN QUERY SELECT i::integer, 'done'::text, NULL::text, v_woke FROM generate_series(1, cardinality(v_done)) AS i;
         RETURN;
     END IF;
 
@@ -80,7 +85,7 @@ BEGIN
            CASE WHEN a.outcome = i.outcome THEN 'done'   -- just now, or asked again after a lost answer
                 WHEN r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token THEN 'busy'
                 ELSE 'lost' END,
-           r.status
+           r.status, coalesce(r.parent_id IS NOT NULL AND r.finished_at IS NOT NULL, false)
       FROM unnest(p_run_ids, p_attempts, p_tokens, p_outcomes) WITH ORDINALITY
            AS i (run_id, attempt, token, outcome, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])

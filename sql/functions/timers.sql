@@ -49,7 +49,10 @@ BEGIN
           FROM due d
          WHERE r.run_id = ANY (ARRAY[d.run_id]) AND d.dead AND r.lease_expires_at <= v_now
         RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, r.crashes, r.failures,
-                  d.over
+                  r.parent_id, d.over
+    ), woken AS (
+        INSERT INTO wakes (created_at, run_id)
+        SELECT DISTINCT v_now, parent_id FROM expired WHERE over AND parent_id IS NOT NULL
     ), tried AS (
         INSERT INTO attempts (run_id, attempt, token, owner, started_at, ended_at, outcome)
         SELECT run_id, attempt, lease_token, lease_owner, attempt_at, v_now, 'expired' FROM expired

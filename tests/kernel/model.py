@@ -186,6 +186,8 @@ class RunModel:
     waits: dict[str, WaitModel] = attrs.field(factory=dict)
     events: list[EventModel] = attrs.field(factory=list)
     woken: bool = False  # somebody has something for it
+    parent: str | None = None
+    kin: dict[str, RunModel] = attrs.field(factory=dict, eq=False, repr=False)  # all runs
     steps: dict[str, ReceiptModel] = attrs.field(factory=dict)
     ended: dict[int, tuple[int | None, str]] = attrs.field(factory=dict)  # attempt: token, outcome
     begun: dict[int, float] = attrs.field(factory=dict)  # attempt: its start
@@ -243,6 +245,8 @@ class RunModel:
         self.status, self.due, self.wait = status, NEVER, None
         self.lifecycle.append(now, f"run.{status}")
         self.terminal_seq = self.lifecycle.last
+        if self.parent is not None:
+            self.kin[self.parent].woken = True
 
     def settle(self, now: float, attempt: int, token: int, outcome: str, delay: float) -> str:
         if not self.holds(attempt, token):
@@ -300,6 +304,11 @@ class RunModel:
 
     def pass_waits(self, now: float, waits: Sequence[WaitModel]) -> None:
         for wait in sorted(waits, key=lambda wait: (wait.created, wait.key)):
+            if wait.kind == "child":
+                child = self.kin.get(wait.name or "")
+                if not wait.done and (child is None or child.over):
+                    wait.done, wait.got = True, "gone" if child is None else child.status
+                continue
             fits = [event for event in self.events if event.taken_by is None and event.name == wait.name]
             if wait.kind == "approval":
                 fits = [event for event in fits if isinstance(event.payload, dict)]
@@ -307,6 +316,14 @@ class RunModel:
                 wait.done, wait.got, fits[0].taken_by = True, json.dumps(fits[0].payload), wait.key
         for wait in waits:
             wait.done = wait.done or wait.due <= now
+
+    def start_child(self, now: float, attempt: int, token: int, child: RunModel) -> str:
+        if not self.holds(attempt, token):
+            return "lost"
+        self.kin.setdefault(child.run_id, child)
+        wait = WaitModel("kid", "child", child.run_id, now, NEVER)
+        self.waits.setdefault(wait.key, wait)
+        return "started"
 
     def try_waits(
         self, now: float, attempt: int, token: int, waits: Sequence[Wait]
@@ -441,6 +458,9 @@ class RunModel:
             self.stop("cancelled")
         self.finish(now, "cancelled")
         self.cancelled_by, self.marks = request, []
+        for child in self.kin.values():
+            if child.parent == self.run_id and not child.over:
+                child.marks.append((now, f"parent:{self.run_id}"))
         return "cancelled"
 
     def expire(self, now: float) -> str:

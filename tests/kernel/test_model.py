@@ -5,7 +5,7 @@ asked for again as if it had been lost, and after every step all invariants and 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from sql.types import Lane
 from sql.waits import Wait, WaitState
 from tests.kernel.model import CRASH_CAP, NEVER, EventModel, Final, LaneModel, Model, RunModel, WaitModel
 from tests.support.invariants import check_invariants
-from tests.support.kernel import LEASE_S, PLAYS, Kernel, saying
+from tests.support.kernel import LEASE_S, PLAYS, Kernel, child_of, saying
 from tests.support.portal import Portal, open_portal
 
 pytestmark = pytest.mark.modes
@@ -51,7 +51,8 @@ SELECT run_id, status, attempt, lease_token, lease_owner, lease_expires_at, due_
           FROM @schema@.cancellations c WHERE c.run_id = r.run_id) AS marks,
        (SELECT array_agg(key ORDER BY key) FROM @schema@.waits c WHERE c.run_id = r.run_id
            AND done_at IS NOT NULL) AS passed,
-       (SELECT jsonb_object_agg(key, payload::text) FROM @schema@.waits c WHERE c.run_id = r.run_id
+       (SELECT jsonb_object_agg(key, CASE kind WHEN 'child' THEN coalesce(payload ->> 'status', 'gone')
+                                               ELSE payload::text END) FROM @schema@.waits c WHERE c.run_id = r.run_id
            AND payload IS NOT NULL) AS got,
        (SELECT array_agg(wait_key ORDER BY seq) FROM @schema@.events e WHERE e.run_id = r.run_id) AS taken,
        EXISTS (SELECT 1 FROM @schema@.wakes w WHERE w.run_id = r.run_id) AS woken
@@ -88,13 +89,17 @@ step_leases = st.sampled_from([None, None, None, 7])  # the attempt's token, or 
 # By key: two waits may be for the same event, and another approval of its name.
 WAITS = {
     "a": ("sleep", None), "b": ("sleep", None), "e1": ("event", "e"), "e2": ("event", "e"), "f": ("event", "f"),
-    "yes": ("approval", "e"),
+    "yes": ("approval", "e"), "kid": ("child", None),
 }  # fmt: skip
 stood_at = st.dictionaries(
     st.sampled_from(list(WAITS)), st.sampled_from([None, 0.0, 4.0, 25.0]), min_size=1, max_size=4
 ).map(
     lambda drawn: [
-        Wait(key, *WAITS[key], delay_s=7.0 if delay is None and WAITS[key][0] == "sleep" else delay)
+        Wait(
+            key,
+            *WAITS[key],
+            delay_s=7.0 if delay is None and WAITS[key][0] == "sleep" else None if key == "kid" else delay,
+        )
         for key, delay in drawn.items()
     ]
 )
@@ -191,7 +196,7 @@ class KernelMachine(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         run = RunModel(
             f"run-{len(self.model.runs)}-{self.token()}", play, priority, org, key, value, self.token(),
-            self.model.now + delay, LaneModel(self.model.now, ["run.created"]),
+            self.model.now + delay, LaneModel(self.model.now, ["run.created"]), kin=self.model.runs,
         )  # fmt: skip
         self.admit(run, named=named, claimed=claimed and delay == 0, delay_s=delay)
 
@@ -249,7 +254,7 @@ class KernelMachine(RuleBasedStateMachine):
             assert item.lag_s == now - run.due
             run.start(now, host, token, lease)
             assert (item.attempt, item.failures) == (run.attempt, run.failures)
-            assert item.waits == ({} if item.attempt == 1 else states(now, run.waits.values()))
+            assert plain(item.waits) == ({} if item.attempt == 1 else states(now, run.waits.values()))
             assert item.input == str(run.input)
         back = self.do(claim.read_back, kernel.session, owner=host, token=token)
         assert {(item.run_id, item.attempt) for item in back} == {
@@ -309,6 +314,7 @@ class KernelMachine(RuleBasedStateMachine):
     )
     def park(self, pick: int, stale: bool, waits: list[Wait]) -> None:
         run, item = self.fence(pick, stale)
+        waits = of_run(run, waits)
         expected = run.park(self.model.now, item.attempt, item.token, waits)
         answer = self.twice(self.kernel.park_on, item, *waits)
         assert (answer.answer, answer.status) == (expected, run.status)
@@ -317,10 +323,25 @@ class KernelMachine(RuleBasedStateMachine):
     @rule(pick=index, stale=seldom, waits=stood_at)
     def try_waits(self, pick: int, stale: bool, waits: list[Wait]) -> None:
         run, item = self.fence(pick, stale)
+        waits = of_run(run, waits)
         expected = run.try_waits(self.model.now, item.attempt, item.token, waits)
         answer = self.twice(self.kernel.try_waits, item, *waits)
         assert answer.answer == ("lost" if expected is None else "done")
-        assert answer.states == states(self.model.now, expected or [])
+        assert plain(answer.states) == states(self.model.now, expected or [])
+
+    @precondition(lambda self: self.begun() and self.few_open())
+    @rule(pick=index, stale=seldom)
+    def start_child(self, pick: int, stale: bool) -> None:
+        run, item = self.fence(pick, stale)
+        child = RunModel(
+            child_of(run.run_id), "alpha", 0, run.org, None, 1, self.token(), self.model.now,
+            LaneModel(self.model.now, ["run.created"]), parent=run.run_id, kin=self.model.runs,
+        )  # fmt: skip
+        expected = run.start_child(self.model.now, item.attempt, item.token, child)
+        answer = self.twice(self.kernel.start_child, item, input=1, org_id=run.org, request=child.request)
+        known = self.model.runs.get(child.run_id)
+        created = expected == "started" and known is not None and known.request == child.request
+        assert (answer.answer, answer.created) == (expected, created)
 
     @precondition(many_open)
     @rule(
@@ -468,11 +489,12 @@ class KernelMachine(RuleBasedStateMachine):
             if run.over:
                 run.marks = []
         marked = sorted((run for run in self.model.runs.values() if run.marks), key=lambda run: run.run_id)
+        requests = {run.run_id: min(run.marks)[1] for run in marked}
         done, left = self.do(control.sweep, self.kernel.session, limit=limit)
         assert done == min(limit, len(marked))
         for run in marked:  # any of them: find out which
             if self.do(self.kernel.status, run.run_id) == "cancelled":
-                run.cancel(self.model.now, min(run.marks)[1])
+                run.cancel(self.model.now, requests[run.run_id])
                 done -= 1
         assert done == 0
         assert left == min(limit, sum(len(run.marks) for run in self.model.runs.values()))
@@ -662,6 +684,21 @@ class KernelMachine(RuleBasedStateMachine):
             for run in self.model.runs.values()
             for key, step in run.steps.items()
         }
+
+
+def of_run(run: RunModel, waits: Iterable[Wait]) -> list[Wait]:
+    """The waits, with the name of the run's child."""
+    return [attrs.evolve(wait, name=child_of(run.run_id)) if wait.key == "kid" else wait for wait in waits]
+
+
+def plain(found: Mapping[str, WaitState]) -> dict[str, WaitState]:
+    """States with how a child ended in place of all that is known of it."""
+    return {
+        key: attrs.evolve(state, payload=json.loads(state.payload)["status"] or "gone")
+        if state.kind == "child" and state.payload is not None
+        else state
+        for key, state in found.items()
+    }
 
 
 def states(now: float, waits: Iterable[WaitModel]) -> dict[str, WaitState]:

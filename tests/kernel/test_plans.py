@@ -20,6 +20,7 @@ from actors.schedules import firing
 from sql import (
     admission,
     array_input,
+    children,
     circuits,
     claim,
     control,
@@ -41,7 +42,7 @@ from sql import (
 from sql.calls import new_token
 from sql.types import Lane
 from tests.support.callers import Caller, open_caller
-from tests.support.kernel import LEASE_S, PLAYS, Kernel, open_kernel, saying
+from tests.support.kernel import LEASE_S, PLAYS, Kernel, child_of, open_kernel, saying
 
 pytestmark = pytest.mark.modes
 
@@ -302,6 +303,35 @@ async def _wait_for_events(kernel: Kernel, batch: Batch) -> None:
         assert (await events.read(kernel.session, item.run_id))[0].wait_key == "answer"
 
 
+async def _start_children(kernel: Kernel, batch: Batch) -> None:
+    launches = [
+        children.Launch(
+            item.run_id,
+            item.attempt,
+            item.token,
+            "kid",
+            kernel.submission(run_id=child_of(item.run_id), priority=2),
+        )
+        for item in batch.items
+    ]
+    for _ in range(2):
+        answers = await children.start(kernel.session, launches, release_id=None, environment=None)
+        assert {answer.answer for answer in answers} == {"started"}
+    for item in batch.items:
+        await kernel.park_on(item, waits.Wait("kid", "child", child_of(item.run_id)))
+    for child in await kernel.claim(ITEMS, plays=["alpha"]):
+        await kernel.complete(child)
+    assert await kernel.sweep_wakes() == (ITEMS, False)
+
+
+async def _cancel_family(kernel: Kernel, batch: Batch) -> None:
+    for item in batch.items:
+        await kernel.start_child(item)
+    requests = [control.Cancellation(run_id, "r") for run_id in batch.ids]
+    assert all(answer.kin for answer in await control.cancel(kernel.session, requests, mark=True))
+    assert await control.sweep(kernel.session, limit=100) == (ITEMS, 0)
+
+
 async def _append(kernel: Kernel, batch: Batch) -> None:
     said = [saying(item, n, Lane(n % 2)) for item in batch.items for n in (2, 3)]
     for _ in range(2):
@@ -492,6 +522,8 @@ CALLS: dict[str, Call] = {
     "defer": _defer,
     "park": _park,
     "wait for events": _wait_for_events,
+    "start children": _start_children,
+    "cancel a family": _cancel_family,
     "append": _append,
     "cancel": _cancel,
     "cancel_run and sweep": _cancel_run_and_sweep,

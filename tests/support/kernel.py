@@ -13,7 +13,20 @@ from typing import Any
 
 import attrs
 
-from sql import admission, bundle, control, deployment, events, facts, lanes, leases, receipts, timers, waits
+from sql import (
+    admission,
+    bundle,
+    children,
+    control,
+    deployment,
+    events,
+    facts,
+    lanes,
+    leases,
+    receipts,
+    timers,
+    waits,
+)
 from sql import claim as claims
 from sql import settle as settling
 from sql.calls import new_token
@@ -190,6 +203,19 @@ class Kernel:
         )
         return answer
 
+    async def start_child(
+        self, item: claims.Claimed, key: str = "kid", *, play: str = "alpha", **fields: Any
+    ) -> children.Launched:
+        """Start a child of a live attempt, whose id is the parent's with the key behind."""
+        child = self.submission(play, run_id=child_of(item.run_id, key), **fields)
+        (answer,) = await children.start(
+            self.session,
+            [children.Launch(item.run_id, item.attempt, item.token, key, child)],
+            release_id=None,
+            environment=None,
+        )
+        return answer
+
     async def send(
         self, run_id: str, name: str = "e", payload: Any = None, *, event_id: str | None = None, **fields: Any
     ) -> str:
@@ -342,6 +368,11 @@ class Kernel:
         return await lanes.deliver(
             self.session, lane, receivers=receivers, limit=limit, prefix=prefix, oldest=oldest
         )
+
+
+def child_of(run_id: str, key: str = "kid") -> str:
+    """The id of the child that tests start under a key."""
+    return f"{run_id}-{key}"
 
 
 def saying(

@@ -15,7 +15,7 @@ import attrs
 from sql import admission, array_input, claim, control, lanes, receipts
 from sql.types import Lane
 from sql.waits import Wait
-from tests.support.kernel import Kernel
+from tests.support.kernel import Kernel, child_of
 
 FENCE, LANE_TOKEN, NEW_FENCE, NEW_LANE_TOKEN, REQUEST = 11, 22, 33, 44, 55
 HELD = "held"  # the step that the first attempt has claimed
@@ -33,6 +33,7 @@ SELECT jsonb_build_object(
                    FROM @schema@.receipts t WHERE t.run_id = $1),
     'events', (SELECT jsonb_agg(to_jsonb(t) - 'seq' ORDER BY t.seq) FROM @schema@.events t WHERE t.run_id = $1),
     'wakes', EXISTS (SELECT 1 FROM @schema@.wakes t WHERE t.run_id = $1),
+    'children', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.runs t WHERE t.parent_id = $1),
     'lanes', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.lanes t WHERE t.run_id = $1),
     'cancellations', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.request_id)
                         FROM @schema@.cancellations t WHERE t.run_id = $1),
@@ -162,7 +163,9 @@ async def clear_away(kernel: Kernel, subject: Subject) -> None:
         "ledger_runs",
         "ledger_logs",
     ):
-        await kernel.execute(f"DELETE FROM @schema@.{table} WHERE run_id = $1", subject.run_id)
+        await kernel.execute(
+            f"DELETE FROM @schema@.{table} WHERE run_id IN ($1, $2)", subject.run_id, child_of(subject.run_id)
+        )
 
 
 # --- the transitions -------------------------------------------------------------------------------------
@@ -225,6 +228,10 @@ async def _send_event(kernel: Kernel, subject: Subject) -> Any:
     answer = await kernel.send(subject.run_id, "answer", 43, event_id="second", request=REQUEST)
     # What the run does at the same time may make these change places.
     return "sent" if answer in ("delivered", "kept") else answer
+
+
+async def _start_child(kernel: Kernel, subject: Subject) -> Any:
+    return await kernel.start_child(subject.fence, delay_s=3_600.0, request=REQUEST)
 
 
 async def _sweep_wakes(kernel: Kernel, _: Subject) -> Any:
@@ -354,6 +361,7 @@ TRANSITIONS = {
         Transition("park", Situation(run="running"), _park, ("busy",)),
         Transition("park on an event", Situation(run="running"), _park_on_event, ("busy",)),
         Transition("try waits", Situation(run="running"), _try_waits, ("busy",)),
+        Transition("start child", Situation(run="running"), _start_child, ("busy",)),
         Transition("send event", Situation(), _send_event, ("busy", "missing")),
         Transition("sweep wakes", Situation(run="asked"), _sweep_wakes, (None,)),
         _saying(Lane.LIFECYCLE),
