@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 # Most tests wait for something: three at once, by file, keep two cores busy.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 JOBS ?= 3
-SOURCES := sql actors runtime bench tests
+SOURCES := sql actors runtime bench tests examples
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

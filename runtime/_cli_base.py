@@ -16,6 +16,7 @@ from runtime.embedded import EmbeddedError
 from sql.errors import (
     ConfigError,
     DatabaseError,
+    DuplicateRun,
     FireNotFound,
     IdempotencyConflict,
     InputRefused,
@@ -82,7 +83,7 @@ def exit_code_of(error: RunlaneError) -> int:
         return RUN_CANCELLED
     if isinstance(error, (RunNotFound, ScheduleNotFound, FireNotFound)):
         return NOT_FOUND
-    if isinstance(error, (ConfigError, IdempotencyConflict, InputRefused, InvalidPlay)):
+    if isinstance(error, (ConfigError, DuplicateRun, IdempotencyConflict, InputRefused, InvalidPlay)):
         return USAGE
     return FAILED
 

@@ -43,7 +43,7 @@ from sql import circuits, control, deployment, due, facts, limits, rates, receip
 from sql.connection import Session
 from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
 from sql.receipts import StepRecord
-from sql.types import OPEN_STATUSES, TERMINAL_STATUSES
+from sql.types import ON_CONFLICT, OPEN_STATUSES, TERMINAL_STATUSES
 
 
 @click.group(cls=Verbs, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -217,6 +217,9 @@ def migrate(check: bool) -> None:
 @click.option("--at", metavar="TIME", help="Not before this time: ISO 8601 with an offset or Z.")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
 @click.option("--concurrency-key", metavar="KEY", help="Of runs with one key only so many run at once.")
+@click.option("--unique-key", metavar="KEY", help="One run at a time has it, until that run has ended.")
+@click.option("--unique-for", type=float, metavar="SECONDS", help="Held for so long instead.")
+@click.option("--on-conflict", type=click.Choice(ON_CONFLICT), help="Where another run holds the unique key.")
 @click.option("--wait", is_flag=True, help="Wait until the run has ended, and print its output.")
 def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> None:
     """Submit a run of PLAY.
@@ -248,7 +251,7 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
         except LinkLost as exc:
             name = options["run_id"] or f"with idempotency key {options['idempotency_key']!r}"
             raise Refusal(f"run {name} may have been submitted or not: {exc}", NO_DATABASE) from exc
-        created = created or own_id
+        created = created or (own_id and run_id == options["run_id"])
         if not wait:
             if settings.as_json:
                 show.print_json({"run_id": run_id, "created": created})
@@ -297,6 +300,7 @@ def _submit_options(given: dict[str, Any], config: RuntimeConfig) -> dict[str, A
         if at is None:
             raise InputRefused("at", f"must be a time as in 2026-01-31T18:00:00Z, not {given['at']!r}")
     delay_s, at = ids.check_when(given["delay"], at)
+    ids.check_unique(given["unique_key"], given["unique_for"], given["on_conflict"])
     return {
         "run_id": None if given["run_id"] is None else ids.check_run_id(given["run_id"]),
         "idempotency_key": ids.check_idempotency_key(given["idempotency_key"]),
@@ -306,6 +310,10 @@ def _submit_options(given: dict[str, Any], config: RuntimeConfig) -> dict[str, A
         "at": None if at is None else at.isoformat(),
         "labels": _labels(given["labels"]),
         "concurrency_key": ids.check_concurrency_key(given["concurrency_key"]),
+        "unique_key": given["unique_key"],
+        "unique_for_s": given["unique_for"],
+        "on_conflict": given["on_conflict"],
+        "surface": "cli",
         "release_id": config.release_id,
         "environment": config.environment,
         "notify": config.notify,

@@ -147,6 +147,7 @@ def test_unknown_verbs_and_options_are_usage_errors(bare: Command) -> None:
         (errors.HostFailed("x"), 1),
         (errors.OutcomeUnknown("x"), 1),
         (errors.IdempotencyConflict("x", "r"), 2),
+        (errors.DuplicateRun("x", "r"), 2),
         (errors.ConfigError("x"), 2),
         (errors.InvalidPlay("x"), 2),
         (errors.UnknownPlay("play", "x"), 2),
@@ -341,6 +342,19 @@ def test_submit_again_gives_the_same_run(runlane: Command) -> None:
     runlane("submit", "echo", "2", "--run-id", "mine").refused(2, "mine")
 
 
+def test_submit_with_a_unique_key(runlane: Command) -> None:
+    unique = ("submit", "echo", "1", "--unique-key", "k", "--delay", "60")
+    first = runlane(*unique, "--json").json
+    assert first["created"] is True
+    runlane(*unique).refused(2, "unique key is held by run", first["run_id"])
+    same = runlane(*unique, "--on-conflict", "existing", "--json").json
+    assert same == {"run_id": first["run_id"], "created": False}
+    last = runlane(*unique, "--on-conflict", "replace", "--unique-for", "60", "--json").json
+    assert last["created"] is True
+    shown = runlane("status", last["run_id"], "--json").json
+    assert (shown["details"]["unique_key"], shown["details"]["surface"]) == ("k", "cli")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -353,6 +367,8 @@ def test_submit_again_gives_the_same_run(runlane: Command) -> None:
         (["submit", "echo", "--run-id", "no good"], ["run_id"]),
         (["submit", "echo", "--idempotency-key", ""], ["idempotency_key"]),
         (["submit", "echo", "--priority", "3"], ["priority"]),
+        (["submit", "echo", "--unique-for", "3"], ["unique_key"]),
+        (["submit", "echo", "--unique-key", "k", "--unique-for", "0"], ["unique_for_s"]),
         (["submit", "echo", "--label", "nothing"], ["label", "KEY=VALUE"]),
         (["submit", "echo", "--at", "tomorrow"], ["at"]),
         (["submit", "echo", "--at", "2026-01-31T18:00:00"], ["at", "timezone"]),

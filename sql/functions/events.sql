@@ -60,7 +60,7 @@ BEGIN
                                       AND c.kind IN ('event', 'approval')
                                       AND (c.wait_seq = r.wait_seq OR r.lease_expires_at IS NOT NULL) OFFSET 0)
                           THEN 'delivered' ELSE 'kept' END
-                WHEN e.name = i.name AND e.payload = i.payload THEN 'duplicate'
+                WHEN e.name = i.name AND same_payload(e.payload, i.payload) THEN 'duplicate'
                 ELSE 'conflict' END
       FROM unnest(p_run_ids, p_names, p_event_ids, p_payloads, p_requests, v_busy) WITH ORDINALITY
            AS i (run_id, name, event_id, payload, request, busy, ord)

@@ -96,6 +96,36 @@ def test_psycopg_submits_and_cancels_in_its_own_transaction(
     assert ask(connection, schema, "cancel_run", "missing") == {"cancel_run": "missing"}
 
 
+def test_psycopg_sends_an_event_in_its_own_transaction(
+    connection: psycopg.Connection[dict[str, Any]], portal: Portal, schema: str
+) -> None:
+    def send(**options: Any) -> str:
+        given = json.dumps({"name": "approval", **options})
+        answer: str = ask(connection, schema, "send_event", run_id, '{"by": "Ada"}', given)["send_event"]
+        return answer
+
+    def sent() -> int:
+        count: int = portal.call(portal.kernel.fetchval, "SELECT count(*) FROM @schema@.events")
+        return count
+
+    run_id = ask(connection, schema, "submit_run", "alpha", "1")["run_id"]
+    assert send() == "kept"  # to a run that is in the same transaction
+    connection.rollback()
+    assert (runs(portal), sent()) == ({}, 0)
+
+    run_id = ask(connection, schema, "submit_run", "alpha", "1")["run_id"]
+    connection.commit()
+    assert send(event_id="e") == "kept"
+    assert sent() == 0
+    assert len(portal.call(portal.kernel.claim)) == 1  # which the open transaction does not hold up
+    connection.commit()
+    assert sent() == 1
+    assert send(event_id="e") == "duplicate"
+    with pytest.raises(psycopg.DatabaseError) as caught:
+        send(nmae="approval")
+    assert (caught.value.sqlstate, caught.value.diag.message_detail) == ("RL001", "options.nmae")
+
+
 def test_psycopg_hears_refusals_by_sqlstate_and_name(
     connection: psycopg.Connection[dict[str, Any]], schema: str
 ) -> None:
