@@ -23,7 +23,6 @@ from runtime import HttpLedger, Ledger, PostgresLedger, Runtime, RuntimeConfig
 from runtime.asgi import serve_app
 from runtime.host import session_options
 from runtime.receiver import Receiver
-from runtime.view import Reports
 from sql import bundle, due
 from sql.connection import Session, SessionOptions, open_session
 
@@ -99,9 +98,10 @@ def delivered(spec: Mapping[str, Any]) -> dict[str, Any]:
 async def _delivered(spec: Mapping[str, Any]) -> dict[str, Any]:
     config = RuntimeConfig(dsn=spec["dsn"], schema=spec["schema"], lane_actors=spec["lanes"])
     lags: list[float] = []
-    _listen(lags)
     async with (
-        Runtime.open(config, plays=[], ledger=_ledger(spec)),
+        Runtime.open(
+            config, plays=[], ledger=_ledger(spec), on_delivery=lambda _, lags_s: lags.extend(lags_s)
+        ),
         open_session(session_options(config), "monitor") as monitor,
     ):
         await _add(monitor, "warm-", _WARM)
@@ -132,17 +132,6 @@ def _ledger(spec: Mapping[str, Any]) -> Ledger:
     if spec["url"] is None:
         return PostgresLedger(in_database=spec["in_database"])
     return HttpLedger(spec["url"], secret=spec["secret"])
-
-
-def _listen(lags: list[float]) -> None:
-    """Keep the lag of every acknowledged fact, beside what the host makes of it."""
-    report = Reports.delivered
-
-    def delivered(self: Reports, types: Sequence[str], lags_s: Sequence[float]) -> None:
-        lags.extend(lags_s)
-        report(self, types, lags_s)
-
-    Reports.delivered = delivered  # type: ignore[method-assign]
 
 
 async def _add(monitor: Session, prefix: str, runs: int) -> None:

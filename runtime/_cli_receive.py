@@ -82,6 +82,13 @@ _IDLE_S = 30.0
     help="Deliveries in a request.",
 )
 @click.option(
+    "--max-body-bytes",
+    type=click.IntRange(1_024, 2**30),
+    default=16_777_216,
+    show_default=True,
+    help="Size of a request.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(LOG_LEVELS, case_sensitive=False),
     help="Least level logged.  [RUNLANE_LOG_LEVEL]",
@@ -138,6 +145,7 @@ def _receiver(ledger: SessionOptions, options: dict[str, Any]) -> Receiver:
         unproven=options["no_proof"],
         max_facts=options["max_facts"],
         max_deliveries=options["max_deliveries"],
+        max_body_bytes=options["max_body_bytes"],
     )
 
 

@@ -27,7 +27,7 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_DEPTH = 256
 MAX_PAYLOAD_BYTES = 64 * 1_048_576
 
-_SECRET = frozenset({"dsn", "listen_dsn"})
+_SECRET = frozenset({"dsn", "listen_dsn", "ledger_secret", "ledger_internal_token"})
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _DAY_S = 86_400.0
@@ -170,6 +170,12 @@ class RuntimeConfig:
     """Nested containers in a payload."""
 
     # Delivery
+    ledger_url: str | None = attrs.field(default=None, validator=_text(2_048))
+    """A receiver's URL: hosts that are given no ledger deliver there, instead of keeping a read model of their own."""
+    ledger_secret: str | None = attrs.field(default=None, validator=_text(1_024), repr=_hidden)
+    """What its dispatch tokens are signed with."""
+    ledger_internal_token: str | None = attrs.field(default=None, validator=_text(1_024), repr=_hidden)
+    """Instead of the secret: what it gives dispatch tokens for."""
     lane_actors: int = attrs.field(default=4, validator=_whole(1, 64))
     lane_lease_s: float = attrs.field(default=30.0, validator=_seconds())
     delivery_prefix: int = attrs.field(default=8, validator=_whole(1, 1_000))

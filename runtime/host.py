@@ -132,13 +132,25 @@ async def compose(
     ``receivers`` are ledgers beside ``ledger``, by name. ``on_delivery`` is told of acknowledged facts.
     ``deploy`` brings the schema up to date; without it one that is not raises SchemaNotReady.
     """
-    own = ledger or (PostgresLedger() if plays else None)
+    own = ledger or (_usual_ledger(config) if plays else None)
     routes = Routes(own, receivers or {})
     owner = secrets.randbits(62) + 1
     identity = _identity(config, owner, plays)
     options = session_options(config)
     buckets = await _register(options, config, plays, identity, deploy)
     return _Composition(config, plays, codec, owner, options, buckets, routes, on_delivery).host(identity)
+
+
+def _usual_ledger(config: RuntimeConfig) -> Ledger:
+    """The ledger of a host that was given none."""
+    if config.ledger_url is None:
+        return PostgresLedger()
+    return HttpLedger(
+        config.ledger_url,
+        secret=config.ledger_secret,
+        internal_token=config.ledger_internal_token,
+        timeout_s=0.9 * config.delivery_timeout_s,
+    )
 
 
 class _Composition:

@@ -7,6 +7,7 @@ ends a request at once.
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import json
 import ssl
@@ -130,25 +131,15 @@ def _decoded(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 def check_base(url: object, field: str = "url") -> str:
     """The URL of an origin, possibly with a path, without a trailing slash. Raises InputRefused; shows no secret."""
-    parts = urlsplit(url) if isinstance(url, str) else None
-    try:
-        good = (
-            parts is not None
-            and parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0
-            and parts.username is None
-            and not parts.query
-            and not parts.fragment
-        )
-    except ValueError:
-        good = False
-    if not good:
-        raise InputRefused(
-            field, "must be http:// or https:// with a host, and without a user, query or fragment"
-        )
-    assert isinstance(url, str)
-    return url.rstrip("/")
+    if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url:
+        parts = urlsplit(url)
+        with contextlib.suppress(ValueError):  # a port that is none
+            plain = parts.username is None and not parts.query and not parts.fragment
+            if plain and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                return url.rstrip("/")
+    raise InputRefused(
+        field, "must be http:// or https:// with a host in ASCII, and without a user, query or fragment"
+    )
 
 
 def check_headers(headers: Mapping[str, str], *, authorized: bool) -> dict[str, str]:

@@ -34,6 +34,8 @@ MAX_FACTS = 8
 
 _CAPABILITIES_S = 300.0
 _TOKEN_TIMEOUT_S = 15.0
+# Deliveries share a request up to this size, or the receiver's limit if that is less.
+_SHARED_BYTES = 1_048_576
 _TOKENS_AT_ONCE = 500
 # Reserved in a request's size for each dispatch token.
 _TOKEN_BYTES = 1_024
@@ -204,12 +206,13 @@ class HttpLedger:
 
     def _grouped(self, items: Iterator[_Item]) -> Iterator[list[_Item]]:
         """Deliveries that share a request. A single one always goes: only the receiver says that it is too large."""
+        most_bytes = min(_SHARED_BYTES, self._capabilities.max_body_bytes)
         group: list[_Item] = []
         size = 0
         for item in items:
             cost = len(item.encoded) + _TOKEN_BYTES
             full = len(group) >= self._capabilities.max_deliveries
-            if group and (full or size + cost > self._capabilities.max_body_bytes):
+            if group and (full or size + cost > most_bytes):
                 yield group
                 group, size = [], 0
             group.append(item)

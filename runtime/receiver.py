@@ -77,6 +77,8 @@ class Receiver:
     - ``source``: the runtime's schema that it takes facts of.
     - ``secrets``: what dispatch tokens are signed with; the first one signs those that it makes itself.
     - ``internal_token``: who shows it may ask for dispatch tokens and read runs; without one nobody may.
+    - ``max_body_bytes``: at least ``max_facts`` payloads of the size that the runtime allows, twice over for what JSON
+      and UTF-8 add: a prefix that is once out cannot be cut smaller.
     - ``prove_in``: the runtime's database; or ``prove_at``: the URL of a host's health server; or, only where
       ``unproven`` is true, neither: then whoever has a token is believed.
 
@@ -96,7 +98,7 @@ class Receiver:
         unproven: bool = False,
         max_facts: int = 8,
         max_deliveries: int = 200,
-        max_body_bytes: int = 4_194_304,
+        max_body_bytes: int = 16_777_216,
         timeout_s: float = 8.0,
     ) -> None:
         if not secrets:

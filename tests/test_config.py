@@ -114,6 +114,9 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "backstop_s": 11.0,
         "max_payload_bytes": 4_096,
         "max_depth": 8,
+        "ledger_url": "https://ledger.example",
+        "ledger_secret": "a secret",
+        "ledger_internal_token": "a token",
         "lane_actors": 2,
         "lane_lease_s": 7.0,
         "delivery_prefix": 4,
@@ -202,6 +205,7 @@ def test_an_empty_optional_variable_means_absent() -> None:
 def test_a_password_is_never_shown() -> None:
     config = RuntimeConfig(dsn="postgresql://u:hunter2@h/db", listen_dsn="postgresql://u:hunter2@h/db")
     assert "hunter2" not in repr(config)
+    assert "hunter2" not in repr(RuntimeConfig(ledger_secret="hunter2", ledger_internal_token="hunter2"))
     with pytest.raises(ConfigError) as caught:
         RuntimeConfig.from_env({"RUNLANE_DSN": "postgresql://u:hunter2@h/db\n\x00"})
     assert "hunter2" not in str(caught.value)

@@ -76,6 +76,20 @@ async def test_a_terminal_reaches_a_receiver_that_has_nothing_of_its_run(hosts: 
         assert await rows(hosts, cursor, ledger="ll") == [(len(types), len(types) - 1, 0)]
 
 
+async def test_hosts_deliver_where_the_settings_say(hosts: Hosts) -> None:
+    async with hosts.open(talks):
+        pass
+    prove = SessionOptions(hosts.dsn, hosts.schema)
+    async with (
+        open_receiver(hosts.dsn, hosts.schema, prove_in=prove) as receiver,
+        hosts.open(talks, ledger_url=receiver.origin, ledger_secret=SECRET) as rt,
+    ):
+        handle = await rt.submit(talks, 1)
+        await handle.result(timeout=10)
+        await delivered(hosts)
+        assert await rows(hosts, "SELECT run_id, status FROM @.runs") == [(handle.run_id, "completed")]
+
+
 # --- operators -----------------------------------------------------------------------------------------------
 
 

@@ -563,7 +563,7 @@ async def test_unknown_paths_and_methods(dsn: str, schema: str) -> None:
             "schema": schema,
             "prefix_batching": {"max_facts": 8},
             "multi_run": {"max_deliveries": 200},
-            "max_body_bytes": 4_194_304,
+            "max_body_bytes": 16_777_216,
         }
 
 
