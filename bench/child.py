@@ -19,6 +19,7 @@ CHILDREN = {
     "stages": "bench.kernel:stages",
     "drain": "bench.drain:drained",
     "latency": "bench.latency:sampled",
+    "fairness": "bench.fairness:shared",
     "idle": "bench.idle:watched",
     "host": "bench.takeover:host",
     "delivery": "bench.delivery:delivered",

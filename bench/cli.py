@@ -16,7 +16,7 @@ import click
 import trio
 
 from actors.core import leaves
-from bench import bridge, delivery, drain, idle, kernel, latency, takeover, throughput
+from bench import bridge, delivery, drain, fairness, idle, kernel, latency, takeover, throughput
 from bench.figures import Report, console, show, show_json
 from bench.place import server
 from sql.errors import RunlaneError
@@ -123,6 +123,36 @@ def drain_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
 def delivery_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
     """Facts to a ledger: in the database, as deliveries, and over HTTP to a receiver."""
     _measure(partial(delivery.run, **options), dsn, as_json)
+
+
+@cli.command("fairness")
+@click.option(
+    "--flood", type=_RUNS, default=50_000, show_default=True, help="Queued runs of the one organisation."
+)
+@click.option(
+    "--orgs", type=click.IntRange(2, 10_000), default=200, show_default=True, help="Organisations in all."
+)
+@click.option(
+    "--each",
+    type=click.IntRange(1, 10_000),
+    default=10,
+    show_default=True,
+    help="Runs of each of the others.",
+)
+@_rounds(3)
+@click.option("--slots", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Of the host.")
+@click.option(
+    "--work", "work_ms", type=click.FloatRange(1.0, 10_000.0), default=20.0, show_default=True,
+    help="Milliseconds that a run takes.",
+)  # fmt: skip
+@click.option(
+    "--load", type=click.FloatRange(0.01, 1.0), default=0.3, show_default=True,
+    help="Share of the slots that the stream fills.",
+)  # fmt: skip
+@_scenario
+def fairness_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
+    """One organisation's long queue, and what it does to the waits of the others."""
+    _measure(partial(fairness.run, **options), dsn, as_json)
 
 
 @cli.command("latency")

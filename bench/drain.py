@@ -17,7 +17,7 @@ from bench import children
 from bench.figures import Figure, Report, all_checks, median
 from bench.place import Place, fresh_schema, until_rest
 from bench.plays import noop
-from runtime import Runtime, RuntimeConfig
+from runtime import Play, Runtime, RuntimeConfig, Submit
 from runtime.host import session_options
 from sql import lanes
 from sql.connection import open_session
@@ -49,13 +49,20 @@ async def _drained(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"rested_at": rested_at, "ready_s": ready - start, "cpu_us_per_run": cpu_s / spec["runs"] * 1e6}
 
 
-async def queue(place: Place, runs: int) -> None:
+async def queue(
+    place: Place, runs: int, play: Play = noop, *, org_id: str | None = None, input: Any = None
+) -> None:
     """Submit from a runtime without plays, and deliver the admissions, as in a system that lives."""
     config = RuntimeConfig(dsn=place.dsn, schema=place.schema, operation_timeout_s=120.0)
-    async with Runtime.open(config, plays=[noop]):
+    async with Runtime.open(config, plays=[play]):
         pass  # a play must have been hosted once before others can submit it by name
     async with Runtime.open(config) as client:
-        await client.submit_many([("noop", {"n": number}) for number in range(runs)])
+        await client.submit_many(
+            [
+                Submit(play.name, {"n": number} if input is None else input, org_id=org_id)
+                for number in range(runs)
+            ]
+        )
     while True:
         turn = await lanes.deliver(
             place.session, Lane.LIFECYCLE, receivers=[lanes.OWN_LEDGER], limit=400, prefix=100, oldest=False

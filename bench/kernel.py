@@ -108,7 +108,7 @@ class Kernel:
 
     async def claim(self, conn: Any) -> None:
         """Claim what is due, for ever; at once again while claims come back full."""
-        statement = call(self.schema, "claim_runs", 8)
+        statement = call(self.schema, "claim_runs", 10)
         low_water, turn = None, 0
         while True:
             await self.due.wait()
@@ -118,11 +118,11 @@ class Kernel:
                 turn += 1
                 token = new_token()
                 rows = await conn.fetch(
-                    statement, self.owner, token, [self.bucket], [0], CLAIM, LEASE_S,
-                    turn % _OLDEST_EVERY == 0, None if turn % _FRONT_EVERY == 0 else low_water,
+                    statement, self.owner, token, [self.bucket], [0], ["noop"], CLAIM, LEASE_S,
+                    turn % _OLDEST_EVERY == 0, None if turn % _FRONT_EVERY == 0 else low_water, [],
                 )  # fmt: skip
-                next_due_s = rows.pop()["next_due_s"]
-                low_water = min((row["was_due_at"] for row in rows), default=None)
+                last = rows.pop()
+                next_due_s, low_water = last["next_due_s"], last["was_due_at"]
                 if rows:
                     self._end(
                         [row["run_id"] for row in rows], [row["attempt"] for row in rows], [token] * len(rows)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import bridge, children, delivery, drain, idle, kernel, latency, takeover, throughput
+from bench import bridge, children, delivery, drain, fairness, idle, kernel, latency, takeover, throughput
 from bench.cli import cli
 from bench.figures import BenchFailed, Figure, Report, all_checks, median, quantile, shown
 from tests.support import servers
@@ -81,6 +81,21 @@ async def test_drain_empties_a_queue(tidy: str) -> None:
     assert report.sound, report.checks
     assert found["drained"] > 0
     assert found["delivered after the last terminal"] < 5
+
+
+@pytest.mark.timeout(120)
+async def test_fairness_compares_waits_with_and_without_a_long_queue(tidy: str) -> None:
+    report = await fairness.run(tidy, flood=600, orgs=5, each=4, rounds=1, slots=4, work_ms=5.0, load=0.3)
+    found = figures(report)
+    assert report.sound, report.checks
+    for name in ("burst", "stream"):
+        beside, alone = (
+            found[f"{name}: others' p99 wait with it"],
+            found[f"{name}: others' p99 wait without it"],
+        )
+        assert found[f"{name}: with / without"] == pytest.approx(beside / alone)
+    # Behind the whole queue, it would be hundreds of milliseconds.
+    assert found["burst: others' p99 wait with it"] < 600 / 4 * 5.0
 
 
 async def test_latency_takes_its_steps_in_order(tidy: str) -> None:

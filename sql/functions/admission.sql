@@ -100,7 +100,8 @@ BEGIN
           FROM unnest(p_run_ids, p_named, p_plays, p_orgs, p_keys, p_extras) WITH ORDINALITY
                AS i (run_id, named, play, org_id, key, extras, ord);
     END IF;
-    IF true = ANY (p_claim) AND (v_some OR EXISTS (SELECT 1 FROM limits)) THEN
+    IF true = ANY (p_claim) AND (EXISTS (SELECT 1 FROM limits) OR v_some AND EXISTS (
+           SELECT 1 FROM unnest(p_extras) AS e (extras) WHERE e.extras ? 'concurrency_key')) THEN
         v_claim := unlimited_claims(p_claim, p_plays, p_orgs, p_extras);
     END IF;
     v_now := clock();
@@ -122,7 +123,7 @@ BEGIN
             run_id, play, bucket, priority, org_id, idempotency_key, labels, release_id, environment,
             created_at, lane_due_at, status, due_at, last_seq, attempt, attempt_at, started_at,
             lease_owner, lease_token, lease_expires_at,
-            receiver, terminal_receiver, parent_id, root_id, concurrency_key,
+            receiver, terminal_receiver, parent_id, root_id, concurrency_key, turn, subturn,
             lane_token, lane_expires_at, frozen_seq, lane_attempts)
         SELECT run_id, play, bucket, priority, org_id, key, labels, p_release, p_environment, v_now,
                coalesce(lane_until, v_now),
@@ -136,7 +137,8 @@ BEGIN
                CASE WHEN claim THEN request END,
                CASE WHEN claim THEN v_now + make_interval(secs => p_lease_s) END,
                coalesce(extras ->> 'receiver', ''), extras ->> 'terminal_receiver', extras ->> 'parent_id',
-               extras ->> 'root_id', extras ->> 'concurrency_key',
+               extras ->> 'root_id', extras ->> 'concurrency_key', turn_of(org_id, extras ->> 'concurrency_key'),
+               subturn_of(org_id, extras ->> 'concurrency_key'),
                CASE WHEN lane_until IS NOT NULL THEN request END, lane_until,
                CASE WHEN lane_until IS NOT NULL THEN 1 END, (lane_until IS NOT NULL)::integer
           FROM items

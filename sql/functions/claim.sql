@@ -205,8 +205,9 @@ BEGIN
 END
 $$;
 
--- What the functions below pick is added to the five arrays or flags that they are given: the runs, when they were due,
--- the organisation and the key whose limit each counts against, and whether one was parked.
+-- What the functions below pick is added to the arrays and flags that they are given: the runs, when they were due, the
+-- organisation and the key whose limit each counts against, and whether one was parked. They are parts of a claim, and
+-- leave the planner settings to it.
 
 -- Picks the oldest due runs of a bucket that have neither organisation nor key.
 CREATE OR REPLACE FUNCTION @schema@.take_plain(
@@ -611,21 +612,23 @@ $$;
 CREATE OR REPLACE FUNCTION @schema@.next_run_due(
     p_buckets bigint[], p_from timestamptz, p_turns_from timestamptz, p_full bigint[]
 ) RETURNS timestamptz
-LANGUAGE sql STABLE
-@seek@
+LANGUAGE plpgsql STABLE
 AS $$
-    SELECT least(min(p.due_at), min(t.due_at))
-      FROM unnest(p_buckets) AS b (bucket)
-      LEFT JOIN LATERAL (
-            SELECT r.due_at FROM runs r
-             WHERE r.bucket = b.bucket AND r.status IN ('queued', 'waiting') AND r.turn IS NULL
-               AND r.due_at >= CASE WHEN b.bucket = ANY (p_full) THEN p_turns_from ELSE coalesce(p_from, '-infinity') END
-             ORDER BY r.due_at LIMIT 1) p ON true
-      LEFT JOIN LATERAL (
-            SELECT r.due_at FROM runs r
-             WHERE r.bucket = b.bucket AND r.status IN ('queued', 'waiting') AND r.turn >= 0
-               AND r.due_at >= coalesce(p_turns_from, '-infinity')
-             ORDER BY r.due_at LIMIT 1) t ON true
+BEGIN
+    RETURN (
+        SELECT least(min(p.due_at), min(t.due_at))
+          FROM unnest(p_buckets) AS b (bucket)
+          LEFT JOIN LATERAL (
+                SELECT r.due_at FROM runs r
+                 WHERE r.bucket = b.bucket AND r.status IN ('queued', 'waiting') AND r.turn IS NULL
+                   AND r.due_at >= CASE WHEN b.bucket = ANY (p_full) THEN p_turns_from ELSE coalesce(p_from, '-infinity') END
+                 ORDER BY r.due_at LIMIT 1) p ON true
+          LEFT JOIN LATERAL (
+                SELECT r.due_at FROM runs r
+                 WHERE r.bucket = b.bucket AND r.status IN ('queued', 'waiting') AND r.turn >= 0
+                   AND r.due_at >= coalesce(p_turns_from, '-infinity')
+                 ORDER BY r.due_at LIMIT 1) t ON true);
+END
 $$;
 
 -- What a claim with this owner and token took, when its answer was lost. Walks the running runs, whose

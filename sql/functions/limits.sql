@@ -4,16 +4,31 @@
 -- has the limit's lock: an advisory lock that is only ever tried, before any run's row is locked. Whoever does not get
 -- it leaves that limit's runs to whoever has it. The end of an attempt takes no lock and changes no count.
 
+-- Whose turn a run is: its organisation's, as a number. (No generated columns: those cost every update of a run.)
+CREATE OR REPLACE FUNCTION @schema@.turn_of(p_org text, p_key text) RETURNS bigint
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT CASE WHEN p_org IS NOT NULL OR p_key IS NOT NULL
+                THEN hashtextextended(coalesce(p_org, ''), 0) & 9223372036854775807 END
+$$;
+
+-- The place of its concurrency key within the turn; runs without a key have the last one.
+CREATE OR REPLACE FUNCTION @schema@.subturn_of(p_org text, p_key text) RETURNS bigint
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT CASE WHEN p_key IS NOT NULL THEN hashtextextended(p_key, 0) & 9223372036854775806
+                WHEN p_org IS NOT NULL THEN 9223372036854775807 END
+$$;
+
 -- The advisory lock of a limit.
 CREATE OR REPLACE FUNCTION @schema@.limit_lock(p_kind text, p_name text) RETURNS bigint
 LANGUAGE sql STABLE PARALLEL SAFE
 AS $$ SELECT hashtextextended(concat_ws(E'\x1f', '@schema@', p_kind, p_name), 3) $$;
 
 -- How many more attempts a limit leaves room for, at most p_most; p_most where there is no limit, zero or less where it
--- is full. PL/pgSQL, because its plans are kept.
+-- is full. PL/pgSQL, because its plans are kept; without planner settings, because their callers have them.
 CREATE OR REPLACE FUNCTION @schema@.play_room(p_play text, p_most integer) RETURNS integer
 LANGUAGE plpgsql STABLE
-@seek@
 AS $$
 DECLARE
     v_limit CONSTANT integer := (SELECT max_running FROM limits WHERE kind = 'play' AND name = p_play);
@@ -49,7 +64,8 @@ DECLARE
 BEGIN
     RETURN least(p_most, v_limit - (SELECT count(*) FROM (
                SELECT 1 FROM runs r
-                WHERE r.concurrency_key = p_key AND r.play = p_play AND r.status = 'running' LIMIT v_limit) t));
+                WHERE r.play = p_play AND r.concurrency_key = p_key AND r.status = 'running' AND r.limited
+                LIMIT v_limit) t));
 END
 $$;
 

@@ -45,13 +45,8 @@ CREATE TABLE @schema@.runs (
     lane_expires_at   timestamptz,
     lane_token        bigint,                -- of the latest delivery turn; stays, as above
     wait_until        timestamptz,
-    turn              bigint      GENERATED ALWAYS AS (  -- whose turn it is when runs queue; NULL: nobody's in particular
-                          CASE WHEN org_id IS NOT NULL OR concurrency_key IS NOT NULL
-                               THEN hashtextextended(coalesce(org_id, ''), 0) & 9223372036854775807 END) STORED,
-    subturn           bigint      GENERATED ALWAYS AS (  -- of the concurrency key, within the turn; without one the last
-                          CASE WHEN concurrency_key IS NOT NULL
-                               THEN hashtextextended(concurrency_key, 0) & 9223372036854775806
-                               WHEN org_id IS NOT NULL THEN 9223372036854775807 END) STORED,
+    turn              bigint,                -- whose turn it is when runs queue: turn_of(); NULL: nobody's in particular
+    subturn           bigint,                -- of the concurrency key, within the turn: subturn_of()
     run_id            text COLLATE "C" NOT NULL PRIMARY KEY,
     status            text        NOT NULL,
     play              text        NOT NULL,
@@ -91,12 +86,10 @@ CREATE INDEX runs_due_idx ON @schema@.runs (bucket, due_at)
 CREATE INDEX runs_turn_idx ON @schema@.runs (bucket, turn, subturn, due_at)
     WHERE status IN ('queued', 'waiting') AND turn IS NOT NULL;
 
--- What a limit counts: attempts that live, of an organisation, of a concurrency key, of a play that has a limit.
+-- What a limit counts: attempts that live, of an organisation, of a play that has a limit, and of a concurrency key.
 CREATE INDEX runs_org_idx ON @schema@.runs (org_id)
     WHERE status = 'running' AND org_id IS NOT NULL;
-CREATE INDEX runs_key_idx ON @schema@.runs (concurrency_key)
-    WHERE status = 'running' AND concurrency_key IS NOT NULL;
-CREATE INDEX runs_limited_idx ON @schema@.runs (play)
+CREATE INDEX runs_limited_idx ON @schema@.runs (play, concurrency_key)
     WHERE status = 'running' AND limited;
 
 -- What lease expiry seeks.

@@ -122,12 +122,15 @@ SELECT 'old-' || n, t, CASE n % 2 WHEN 0 THEN 'open' ELSE 'closed' END, CASE n %
 # and 300 organisations with one that is due later.
 _GROW_TURNS = """
 INSERT INTO @schema@.runs (run_id, play, bucket, created_at, lane_due_at, status, due_at, last_seq, acked_seq, attempt,
-        attempt_at, started_at, lease_owner, lease_token, lease_expires_at, org_id, concurrency_key, limited)
+        attempt_at, started_at, lease_owner, lease_token, lease_expires_at, org_id, concurrency_key, limited, turn,
+        subturn)
 SELECT 'turn-' || lpad(n::text, 6, '0'), 'gamma', $1::bigint, t, t + '1 day', s,
        CASE WHEN o LIKE 'later%' OR s = 'running' THEN t + '1 day' ELSE t END, 1, 1, (s = 'running')::integer,
        CASE WHEN s = 'running' THEN t END, CASE WHEN s = 'running' THEN t END, 9, 9,
-       CASE WHEN s = 'running' THEN t + '1 day' END, o, CASE WHEN o = 'keys' THEN 'key-' || n % 2500 END, s = 'running'
+       CASE WHEN s = 'running' THEN t + '1 day' END, o, k, s = 'running', @schema@.turn_of(o, k),
+       @schema@.subturn_of(o, k)
   FROM (SELECT n, clock_timestamp() AS t, CASE WHEN n BETWEEN 20001 AND 40000 THEN 'running' ELSE 'queued' END AS s,
+               CASE WHEN n BETWEEN 40001 AND 45000 THEN 'key-' || n % 2500 END AS k,
                CASE WHEN n <= 40000 THEN 'flood' WHEN n <= 45000 THEN 'keys' ELSE 'later-' || n END AS o
           FROM generate_series(1, 45300) AS n) AS g;
 INSERT INTO @schema@.facts (run_id, lane, seq, type, created_at, payload)

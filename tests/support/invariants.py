@@ -93,6 +93,10 @@ _RULES = {
          GROUP BY r.run_id
         HAVING count(*) FILTER (WHERE a.outcome IN ('failed', 'retried')) <> r.failures
             OR count(*) FILTER (WHERE a.outcome = 'expired') <> r.crashes""",
+    "whose turn a run is follows from its organisation and key": """
+        SELECT run_id FROM runs
+         WHERE turn IS DISTINCT FROM @schema@.turn_of(org_id, concurrency_key)
+            OR subturn IS DISTINCT FROM @schema@.subturn_of(org_id, concurrency_key)""",
     # --- due times and waits -------------------------------------------------------------------------
     "somebody will look at every open run, unless only somebody else can wake it, and at no ended one": """
         SELECT run_id FROM runs
@@ -218,4 +222,4 @@ def _in_schema(text: str, schema: str) -> str:
     for keyword in ("FROM", "JOIN"):
         for table in _TABLES:
             text = text.replace(f"{keyword} {table}", f"{keyword} {bundle.quote(schema)}.{table}")
-    return text
+    return bundle.render(text, schema)
