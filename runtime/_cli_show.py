@@ -22,7 +22,7 @@ from sql.rates import RateScope
 from sql.receipts import StepRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
-from sql.types import Fact, RunDetails, RunStatus
+from sql.types import Fact, JournalEntry, LaneStatus, RunDetails, RunStatus
 
 _STYLES = {
     "completed": "green",
@@ -254,6 +254,61 @@ def show_steps(steps: Sequence[StepRecord], *, outputs: bool) -> None:
 def _error_words(error: Any) -> str:
     words = error if isinstance(error, dict) else {}
     return ": ".join(str(words[key]) for key in ("error_type", "message") if words.get(key))
+
+
+# --- lanes -------------------------------------------------------------------------------------------
+
+
+def lane_json(lane: LaneStatus) -> dict[str, Any]:
+    """A lane, for a program."""
+    return {**attrs.asdict(lane), "lane": lane.lane.label}
+
+
+def show_lanes(lanes: Sequence[LaneStatus]) -> None:
+    """One line per lane."""
+    made = table("run", "lane", "receiver", "state", "rank", "age", "facts", "attempts", "reason")
+    for lane in lanes:
+        if lane.blocked:
+            word = Text("blocked", style="red")
+        elif lane.leased:
+            word = Text("delivering", style="cyan")
+        else:
+            due_in_s = lane.due_in_s or 0.0
+            word = Text("due" if due_in_s <= 0 else f"again in {due_in_s:.0f} s")
+        out = "" if lane.through is None else f", out {lane.first}-{lane.through}"
+        made.add_row(
+            lane.run_id,
+            lane.lane.label,
+            lane.receiver or "(own)",
+            word,
+            str(lane.rank),
+            "-" if lane.age_s is None else f"{lane.age_s:.1f} s",
+            f"{lane.first}-{lane.last}{out}",
+            str(lane.attempts),
+            Text(_short(lane.reason or "")),
+        )
+    console().print(made)
+
+
+def journal_json(entry: JournalEntry) -> dict[str, Any]:
+    """An entry of the journal, for a program."""
+    return {**attrs.asdict(entry), "lane": entry.lane.label}
+
+
+def show_journal(entries: Sequence[JournalEntry]) -> None:
+    """One line per entry."""
+    made = table("at", "run", "lane", "verb", "facts", "by", "because")
+    for entry in entries:
+        made.add_row(
+            moment(entry.at),
+            entry.run_id,
+            entry.lane.label,
+            entry.verb,
+            f"{entry.first}-{entry.through}",
+            entry.by or "-",
+            Text(_short(entry.because or "")),
+        )
+    console().print(made)
 
 
 # --- many runs ---------------------------------------------------------------------------------------

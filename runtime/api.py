@@ -32,7 +32,7 @@ from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
-from sql import circuits, events, facts, limits, rates, receipts, status
+from sql import circuits, events, facts, journal, limits, rates, receipts, status
 from sql.circuits import Circuit
 from sql.control import Cancellation
 from sql.errors import (
@@ -51,7 +51,18 @@ from sql.rates import RateScope
 from sql.receipts import StepRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
-from sql.types import OPEN_STATUSES, TERMINAL_STATUSES, CancelOutcome, Event, EventOutcome, Fact, RunStatus
+from sql.types import (
+    OPEN_STATUSES,
+    TERMINAL_STATUSES,
+    CancelOutcome,
+    Event,
+    EventOutcome,
+    Fact,
+    JournalEntry,
+    Lane,
+    LaneStatus,
+    RunStatus,
+)
 
 if TYPE_CHECKING:
     from runtime.thread import RuntimeThread
@@ -315,6 +326,71 @@ class Verbs:
         found: list[Event] = await self._ask(lambda session: events.read(session, run_id))
         if not found:
             await self.status(run_id)
+        return found
+
+    # --- lanes -----------------------------------------------------------------------------------------
+
+    async def lanes(
+        self, *, blocked: bool = False, limit: int = 100, after: LaneStatus | None = None
+    ) -> list[LaneStatus]:
+        """One page of the lanes that have facts to deliver, those that wait for an operator first, then by run id.
+
+        ``blocked``: only those. ``after``: the last of the page before.
+        """
+        _check_limit(limit)
+        place = None if after is None else (after.blocked, after.run_id, after.lane)
+        found: list[LaneStatus] = await self._ask(
+            lambda session: journal.list_lanes(session, blocked=blocked, limit=limit, after=place)
+        )
+        return found
+
+    async def retry_lane(self, run_id: str, *, because: str | None = None, by: str | None = None) -> bool:
+        """Deliver the blocked prefixes of a run's lanes again, under the same keys. Whether a lane was blocked."""
+        ids.check_run_id(run_id)
+        words = {"because": _words("because", because), "by": _words("by", by)}
+        done: bool = await self._ask(
+            lambda session: journal.retry_lane(session, run_id, **words, notify=self._config.notify)
+        )
+        return done
+
+    async def skip_lane(
+        self,
+        run_id: str,
+        seq: int,
+        *,
+        because: str,
+        lane: Lane = Lane.LIFECYCLE,
+        by: str | None = None,
+    ) -> range:
+        """Give up the facts of a run's blocked prefix up to ``seq``, and return which: the ledger never gets them.
+
+        What follows is delivered under keys of a new generation. ``because`` is kept in the journal, as is ``by``.
+        Raises InputRefused for a lane that is not blocked and for a fact that is not in its blocked prefix.
+        """
+        ids.check_run_id(run_id)
+        if isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq < 2**31:
+            raise InputRefused("seq", f"must be the number of a fact, from 1, not {preview(seq)}")
+        if _words("because", because) is None:
+            raise InputRefused("because", "say why: what is skipped never reaches the ledger")
+        said_by = _words("by", by)
+        first, through = await self._ask(
+            lambda session: journal.skip_lane(
+                session, run_id, seq, lane=Lane(lane), because=because, by=said_by, notify=self._config.notify
+            )
+        )
+        return range(first, through + 1)
+
+    async def journal(
+        self, run_id: str | None = None, *, limit: int = 100, before: int | None = None
+    ) -> list[JournalEntry]:
+        """What operators did to lanes, newest first; of one run, or of all. ``before``: the last id of the page
+        before."""
+        _check_limit(limit)
+        if run_id is not None:
+            ids.check_run_id(run_id)
+        found: list[JournalEntry] = await self._ask(
+            lambda session: journal.read_journal(session, run_id=run_id, limit=limit, before=before)
+        )
         return found
 
     # --- schedules -----------------------------------------------------------------------------------
@@ -753,6 +829,12 @@ def _numbers(**values: Any) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if value is not None and not number:
             raise InputRefused(field, f"must be a finite number, not {preview(value)}")
+
+
+def _words(field: str, value: str | None) -> str | None:
+    """Text for the journal; nothing but space is none."""
+    text = _text(field, value)
+    return text if text is not None and text.strip() else None
 
 
 def _text(field: str, value: str | None) -> str | None:

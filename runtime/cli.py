@@ -32,6 +32,7 @@ from runtime._cli_base import (
     json_option,
     settings_of_command,
 )
+from runtime._cli_lanes import lanes_verbs
 from runtime._cli_receive import receive
 from runtime._cli_schedules import schedules_group
 from runtime.api import Runtime
@@ -666,6 +667,11 @@ def circuits_verb(name: str | None) -> None:
         show.show_circuits(found)
     else:
         click.echo("no circuits", err=True)
+
+
+# --- lanes -------------------------------------------------------------------------------------------
+
+cli.add_command(lanes_verbs)
 
 
 # --- the entry ---------------------------------------------------------------------------------------

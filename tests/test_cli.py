@@ -48,6 +48,7 @@ VERBS = (
     "limits",
     "set-limit",
     "circuits",
+    "lanes",
 )
 NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
 
@@ -536,6 +537,50 @@ def test_cancel_comes_too_late(served: Command) -> None:
     served("cancel", run_id).refused(1, "already completed")
     told = served("cancel", run_id, "--json")
     assert (told.code, told.json["won"], told.json["status"]) == (1, False, "completed")
+
+
+def test_lanes_are_shown_retried_and_skipped(runlane: Command, dsn: str, schema: str) -> None:
+    for run_id in ("bad", "good"):
+        runlane("submit", "echo", "--run-id", run_id)
+    assert "no lane is blocked" in runlane("lanes", "--blocked").err
+    block = (
+        f"UPDATE {schema}.runs SET lane_error = 'poison', lane_due_at = 'infinity', frozen_seq = 1, lane_attempts = 1"
+        " WHERE run_id = 'bad'"
+    )
+    ask(dsn, block)
+    first = runlane("lanes", "--limit", "1", "--json").json
+    assert [(lane["run_id"], lane["blocked"], lane["reason"]) for lane in first["lanes"]] == [
+        ("bad", True, "poison")
+    ]
+    rest = runlane("lanes", "--after", first["next"], "--json").json
+    assert [(lane["run_id"], lane["lane"], lane["first"]) for lane in rest["lanes"]] == [
+        ("good", "lifecycle", 1)
+    ]
+    people = runlane("lanes", "--limit", "1")
+    assert "poison" in people.out
+    assert f"--after {first['next']}" in people.err
+    runlane("lanes", "--after", "nonsense").refused(2, "--after", "nonsense")
+
+    assert runlane("lanes", "retry", "bad", "--because", "fixed", "--json").json == {
+        "run_id": "bad",
+        "retried": True,
+    }
+    runlane("lanes", "retry", "bad").refused(1, "no lane of run bad is blocked")
+    runlane("lanes", "skip", "bad", "1", "--because", "x").refused(2, "is not blocked")
+    ask(dsn, block)
+    assert runlane("lanes", "skip", "bad", "1").code == 2
+    runlane("lanes", "skip", "bad", "2", "--because", "x").refused(2, "seq", "1 to 1, not 2")
+    skipped = runlane("lanes", "skip", "bad", "1", "--because", "no place for it", "--by", "ada")
+    assert skipped.out == "skipped facts 1 to 1\n"
+    assert [lane["run_id"] for lane in runlane("lanes", "--json").json["lanes"]] == ["good"]
+    told = runlane("lanes", "journal", "bad", "--json").json
+    assert [(entry["verb"], entry["by"], entry["because"]) for entry in told["journal"]] == [
+        ("skip", "ada", "no place for it"),
+        ("retry", "command line", "fixed"),
+    ]
+    assert "no place for it" in runlane("lanes", "journal").out
+    older = runlane("lanes", "journal", "--before", str(told["journal"][0]["id"]), "--json").json
+    assert [entry["verb"] for entry in older["journal"]] == ["retry"]
 
 
 def test_runs_filters_and_pages(runlane: Command) -> None:

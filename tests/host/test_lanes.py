@@ -16,6 +16,7 @@ from runtime import (
     InputRefused,
     Lane,
     LedgerNotCurrent,
+    LedgerRejected,
     MemoryLedger,
     PostgresLedger,
     Runtime,
@@ -311,6 +312,48 @@ async def test_a_run_that_the_database_refuses_is_set_aside_and_the_rest_goes_th
         reason = await eventually(blocked)
         assert "no room for poison" in reason
         assert {actor["restarts"] for actor in rt.readiness()["actors"].values()} == {0}
+
+
+# --- operators -------------------------------------------------------------------------------------------------
+
+
+async def test_an_operator_sees_a_blocked_lane_and_skips_what_blocks_it(hosts: Hosts) -> None:
+    class Picky(MemoryLedger):
+        async def append_many(self, deliveries: Any) -> Any:
+            if any(one.facts[0].payload.get("input") == "poison" for one in deliveries):
+                return [LedgerRejected("poison")] * len(deliveries)
+            return await super().append_many(deliveries)
+
+    ledger = Picky()
+    async with hosts.open(echo, ledger=ledger) as rt:
+        bad = await rt.submit(echo, "poison")
+        await bad.result(timeout=10)
+
+        async def blocked() -> Any:
+            return await rt.lanes(blocked=True)
+
+        (lane,) = await eventually(blocked)
+        assert (lane.run_id, lane.lane, lane.reason, lane.first) == (bad.run_id, Lane.LIFECYCLE, "poison", 1)
+        with pytest.raises(InputRefused, match="seq: must be in the blocked prefix"):
+            await rt.skip_lane(bad.run_id, lane.through + 1, because="x")
+        with pytest.raises(InputRefused, match="because"):
+            await rt.skip_lane(bad.run_id, 1, because=" ")
+        with pytest.raises(InputRefused, match="seq"):
+            await rt.skip_lane(bad.run_id, 0, because="x")
+        assert await rt.retry_lane(bad.run_id, because="just in case", by="ada")
+        await eventually(blocked)
+        assert await rt.skip_lane(bad.run_id, 1, because="no place for it", by="ada") == range(1, 2)
+        await acknowledged(hosts)
+        rest = ledger.facts(bad.run_id)
+        assert [fact.seq for fact in rest] == [2, 3]
+        last = ledger.deliveries[-1]
+        assert (last.generation, last.delivery_key) == (1, f"{bad.run_id}:lifecycle:2-3:s1")
+        entries = await rt.journal(bad.run_id)
+        assert [(entry.verb, entry.first, entry.through) for entry in entries] == [
+            ("skip", 1, 1), ("retry", 1, lane.through),
+        ]  # fmt: skip
+        assert await rt.lanes() == []
+        assert not await rt.retry_lane(bad.run_id)
 
 
 # --- who is told -----------------------------------------------------------------------------------------------
