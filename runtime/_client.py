@@ -6,7 +6,7 @@ runtime and prints nothing.
 
 from __future__ import annotations
 
-import logging
+import math
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,25 +18,19 @@ from typing import TypeVar
 import attrs
 import trio
 
-from actors.core import Backoff, WakeFlag
+from runtime.client import LineLink
+from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.embedded import EmbeddedServer
 from runtime.host import session_options
 from sql import status
-from sql.calls import channel
 from sql.connection import Backend, Session, SessionOptions, open_session
-from sql.errors import LinkError, LinkLost
-
-log = logging.getLogger("runlane.cli")
+from sql.errors import LinkLost
 
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a command to end."""
-
-_PACE_S = 0.05
-# Without a notification, lost or switched off.
-_LOOK_EVERY_S = 2.0
 
 
 @contextmanager
@@ -104,34 +98,14 @@ async def _asked(options: SessionOptions, body: Callable[[Session], Awaitable[T]
         return await body(session)
 
 
-async def wait_for_end(config: RuntimeConfig, run_id: str) -> status.Terminal:
-    """Wait until a run has ended, however long that takes; an outage of the database is waited out.
-
-    Looks when a notification comes, and every two seconds without one.
-    """
-    options = session_options(config)
+def wait_for_end(config: RuntimeConfig, run_id: str) -> status.Terminal:
+    """Wait until a run has ended, however long that takes; an outage of the database is waited out. Blocks."""
     if config.listen_dsn is not None:
-        options = attrs.evolve(options, dsn=config.listen_dsn, pooled=False)
-    backoff = Backoff(first_s=0.2, max_s=10.0)
-    while True:
-        try:
-            woken = WakeFlag()
-            async with open_session(options, "cli wait", on_lost=woken.set) as session:
-                backoff.reset()
-                return await _ended(session, run_id, woken, listens=config.notify and not options.pooled)
-        except LinkError as exc:
-            delay_s = backoff.next()
-            log.warning("event=outage next_try_s=%.1f error=%s", delay_s, exc)
-            await trio.sleep(delay_s)
-
-
-async def _ended(session: Session, run_id: str, woken: WakeFlag, *, listens: bool) -> status.Terminal:
-    if listens:
-        await session.listen([channel(session.options.schema, "terminals")], lambda _: woken.set())
-    while True:
-        found = await status.read_terminals(session, [run_id])
-        if found:
-            return found[0]
-        # Other runs end, too: their notifications must not make this one read without a pause.
-        await trio.sleep(_PACE_S)
-        await woken.wait(trio.current_time() + _LOOK_EVERY_S)
+        config = attrs.evolve(config, dsn=config.listen_dsn, pooled=False)
+    link = LineLink(config, JsonCodec())
+    try:
+        terminal = link.line.call(lambda: link.ended(run_id, math.inf))
+    finally:
+        link.line.close()
+    assert terminal is not None
+    return terminal

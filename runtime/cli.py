@@ -264,7 +264,7 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
         if not settings.as_json:
             click.echo(f"run {run_id}", err=True)
         try:
-            terminal = trio.run(_client.wait_for_end, found, run_id)
+            terminal = _client.wait_for_end(found, run_id)
         except KeyboardInterrupt:
             raise Refusal(f"interrupted; run {run_id} goes on", INTERRUPTED) from None
     if settings.as_json:

@@ -77,7 +77,7 @@ class SyncClient(SyncVerbs):
     block, or ``close()``, ends it, and calls that still wait then raise HostStopping.
     """
 
-    def __init__(self, link: _LineLink, embedded: EmbeddedServer | None) -> None:
+    def __init__(self, link: LineLink, embedded: EmbeddedServer | None) -> None:
         super().__init__(Verbs(link), link.line.call)
         self._link = link
         self._embedded = embedded
@@ -90,7 +90,7 @@ class SyncClient(SyncVerbs):
         if config.dsn is None:
             embedded = EmbeddedServer.of(None if config.embedded_dir is None else Path(config.embedded_dir))
             config = attrs.evolve(config, dsn=embedded.join())
-        client = cls(_LineLink(config, codec or JsonCodec()), embedded)
+        client = cls(LineLink(config, codec or JsonCodec()), embedded)
         try:
             client._link.line.call(client._link.check)
         except BaseException:
@@ -113,7 +113,7 @@ class SyncClient(SyncVerbs):
         self.close()
 
 
-class _LineLink:
+class LineLink:
     """The link of a client without actors: each call is made on the line, again until its deadline."""
 
     def __init__(self, config: RuntimeConfig, codec: JsonCodec) -> None:

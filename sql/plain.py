@@ -143,6 +143,8 @@ class Line:
             except errors.LinkError as exc:
                 if not again:
                     raise
+                if pause_s == _FIRST_PAUSE_S:
+                    log.warning("event=outage session=%s error=%s", self.name, exc)
                 if time.monotonic() + pause_s >= deadline:
                     raise errors.OutcomeUnknown(
                         f"no answer within {timeout_s:g} s; asking again is safe: {exc}"

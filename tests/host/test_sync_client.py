@@ -191,6 +191,27 @@ async def test_a_lost_connection_is_replaced_and_nothing_is_submitted_twice(host
         await hosts.check(made)
 
 
+async def test_a_wait_outlives_its_connection(hosts: Hosts) -> None:
+    async with hosts.open(forever) as rt:
+        handle = await rt.submit(forever)
+        ended = trio.Event()
+
+        async def wait() -> None:
+            with pytest.raises(RunCancelled):
+                await blocking(lambda client: client.result(handle.run_id), hosts)
+            ended.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            (pid,) = await eventually(partial(hosts.backends, "sync client"))
+            await hosts.ask(f"SELECT pg_terminate_backend({pid})")
+            await trio.sleep(0.2)
+            assert not ended.is_set()
+            await handle.cancel()
+            with trio.fail_after(10):
+                await ended.wait()
+
+
 async def test_a_key_in_an_open_transaction_is_waited_for_until_the_deadline(hosts: Hosts) -> None:
     async with hosts.open(echo), open_caller(hosts.dsn, hosts.schema) as caller:
         await caller.begin()
