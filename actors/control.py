@@ -1,13 +1,14 @@
-"""Control: requests to cancel runs and events for them, and the sweep of recorded cancellations.
+"""Control: requests to cancel runs or to fail waiting ones, events for them, and the sweep of recorded cancellations.
 
-Owns when a cancellation is tried, recorded and carried out, and when events are sent. It never waits for a locked row
-longer than its short patience: then the request is recorded and the sweep carries it out.
+Owns when a cancellation is tried, recorded and carried out, and when the others are asked again. It never waits for a
+locked row longer than its short patience: then a request to cancel is recorded, and the sweep carries it out.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import attrs
 import trio
@@ -44,13 +45,25 @@ class EventRequest:
     reply: Reply[str] = attrs.field(factory=Reply)
 
 
+@attrs.define(slots=True, eq=False)
+class FailRequest:
+    """A parked run to fail and where its answer goes. ``deadline`` is on the trio clock: past it nobody waits."""
+
+    item: door.Failure
+    deadline: float
+    reply: Reply[door.Failed] = attrs.field(factory=Reply)
+
+
+Request: TypeAlias = CancelRequest | EventRequest | FailRequest
+
+
 class Control:
     """Requests arrive in ``mailbox``; the hint ``control`` says that cancellations are recorded in the database."""
 
     def __init__(
         self,
         options: SessionOptions,
-        mailbox: Mailbox[CancelRequest | EventRequest],
+        mailbox: Mailbox[Request],
         attempts: Attempts,
         hints: Hints,
         *,
@@ -66,7 +79,7 @@ class Control:
         """Cancel and sweep until the mailbox ends."""
         backoff = Backoff(first_s=0.005, max_s=1.0)
         held = Backoff(first_s=0.005, max_s=0.25)
-        busy: list[EventRequest] = []
+        busy: list[EventRequest | FailRequest] = []
         async with life.session(self._options) as session:
             life.ready()
             sweep_at: float | None = None
@@ -81,10 +94,17 @@ class Control:
                     lambda items: self._cancel(session, items),
                     fail=self._refuse,
                 )
-                sending = busy + [request for request in requests if isinstance(request, EventRequest)]
+                others = busy + [request for request in requests if not isinstance(request, CancelRequest)]
                 busy.clear()
                 await commit_in_groups(
-                    sending, lambda items: self._send(session, items, busy), fail=self._refuse
+                    [request for request in others if isinstance(request, EventRequest)],
+                    lambda items: self._send(session, items, busy),
+                    fail=self._refuse,
+                )
+                await commit_in_groups(
+                    [request for request in others if isinstance(request, FailRequest)],
+                    lambda items: self._fail(session, items, busy),
+                    fail=self._refuse,
                 )
                 if not busy:
                     held.reset()
@@ -118,8 +138,25 @@ class Control:
             if busy:
                 await trio.sleep(backoff.next())
 
+    async def _fail(
+        self, session: Session, requests: Sequence[FailRequest], busy: list[EventRequest | FailRequest]
+    ) -> None:
+        answers = await door.fail(session, [request.item for request in requests])
+        for request, answer in zip(requests, answers, strict=True):
+            if answer.answer == "busy" and request.deadline > trio.current_time():
+                busy.append(request)
+                continue
+            self._mailbox.done([request])
+            if answer.answer == "busy":
+                request.reply.set_error(LockTimedOut(f"run {request.item.run_id!r} is held by somebody else"))
+            else:
+                request.reply.set_result(answer)
+        if any(answer.answer == "failed" for answer in answers):
+            self._hints.everywhere(["terminals", "wakes"])
+            self._hints.lanes.set()
+
     async def _send(
-        self, session: Session, requests: Sequence[EventRequest], busy: list[EventRequest]
+        self, session: Session, requests: Sequence[EventRequest], busy: list[EventRequest | FailRequest]
     ) -> None:
         answers = await events.send(session, [request.item for request in requests])
         for request, answer in zip(requests, answers, strict=True):
@@ -156,7 +193,7 @@ class Control:
                 self._hints.everywhere(["wakes"])
                 self._hints.control.set()  # its children are asked to end, too
 
-    def _refuse(self, request: CancelRequest | EventRequest, fault: ItemFault) -> None:
+    def _refuse(self, request: Request, fault: ItemFault) -> None:
         self._mailbox.done([request])
         request.reply.set_error(fault)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from actors.core import WakeFlag
+from actors.core import WakeFan, WakeFlag
 
 
 class LaneHints:
@@ -79,6 +79,10 @@ class Hints:
 
         self.chores = WakeFlag()  # of maintenance
         self.timers = WakeFlag()
+        # One actor per sandbox provider.
+        self.runners = WakeFan()  # an attempt was detached, or a result waits to be settled
+        self.cleanup = WakeFan()  # sandboxes are wanted back
+        self.billing = WakeFlag()
         self.to_send = WakeFlag()
         self._outgoing: set[str] = set()
 

@@ -16,7 +16,7 @@ import trio
 
 from actors.core import Life, WakeFlag
 from actors.hints import Hints
-from sql import deployment, due
+from sql import deployment, due, runners
 from sql.calls import channel
 from sql.connection import Session, SessionOptions
 
@@ -42,6 +42,7 @@ class Listener:
         host: int,
         buckets: Sequence[int],
         receivers: Sequence[str],
+        providers: Sequence[str],
         backstop_s: float,
         notify: bool,
     ) -> None:
@@ -52,6 +53,7 @@ class Listener:
         self._host = host
         self._buckets = buckets
         self._receivers = receivers
+        self._providers = providers
         self._backstop_s = backstop_s
         self._notify = notify
         self._kinds = {channel(options.schema, kind): kind for kind in due.CHANNELS}
@@ -123,6 +125,17 @@ class Listener:
         if seen.wakes:
             hints.wakes.set()
         hints.terminals.set()
+        if self._providers:
+            await self._look_detached(session)
+
+    async def _look_detached(self, session: Session) -> None:
+        seen = await runners.next_due(session, self._providers)
+        if _soon(seen.runners_s, self._backstop_s):
+            self._hints.runners.set()
+        if _soon(seen.sandboxes_s, self._backstop_s):
+            self._hints.cleanup.set()
+        if _soon(seen.billing_s, self._backstop_s):
+            self._hints.billing.set()
 
 
 def _soon(seconds: float | None, backstop_s: float) -> bool:

@@ -28,18 +28,24 @@ _MOST_BYTES = 8 * 1_048_576
 
 @attrs.define(slots=True, eq=False)
 class StepClaim:
-    """A step asks for its receipt. The reply is RunCancelled when the attempt has lost its fence."""
+    """A step asks for its receipt. The reply is RunCancelled when the attempt has lost its fence.
 
-    attempt: Attempt
+    ``attempt`` is None for one that is detached: then the database alone knows whether it lives.
+    """
+
+    attempt: Attempt | None
     item: ReceiptClaim
     reply: Reply[Receipt] = attrs.field(factory=Reply)
 
 
 @attrs.define(slots=True, eq=False)
 class StepEnd:
-    """A step has ended. The reply comes when that is durable; RunCancelled, or what the database had against it."""
+    """A step has ended. The reply comes when that is durable; RunCancelled, or what the database had against it.
 
-    attempt: Attempt
+    ``attempt`` as in ``StepClaim``.
+    """
+
+    attempt: Attempt | None
     item: ReceiptEnd
     reply: Reply[None] = attrs.field(factory=Reply)
 
@@ -91,7 +97,8 @@ class Receipts:
         claims: list[StepClaim] = []
         ends: list[StepEnd] = []
         for message in batch:
-            if self._attempts.get(message.attempt.run_id) is not message.attempt:
+            attempt = message.attempt
+            if attempt is not None and self._attempts.get(attempt.run_id) is not attempt:
                 self._lost(message)
             elif isinstance(message, StepClaim):
                 claims.append(message)
@@ -102,7 +109,9 @@ class Receipts:
             with self._portion.adapt():
                 answers = await door.claim(session, [message.item for message in group])
             for message, answer in zip(group, answers, strict=True):
-                if answer.answer == "busy":
+                if answer.answer == "rest":
+                    self._locked.reset()  # nobody holds it: the answer was full
+                if answer.answer in ("busy", "rest"):
                     busy.append(message)
                 elif answer.answer == "lost":
                     self._lost(message)
@@ -147,8 +156,8 @@ class Receipts:
         if isinstance(message, StepEnd) and message.item.outcome == "released":
             message.reply.set_result(None)  # what nobody holds is as good as released
             return
-        message.reply.set_error(RunCancelled(attempt.run_id, "its lease is gone"))
-        if attempt.holds_slot and self._attempts.get(attempt.run_id) is attempt:
+        message.reply.set_error(RunCancelled(message.item.run_id, "its lease is gone"))
+        if attempt is not None and attempt.holds_slot and self._attempts.get(attempt.run_id) is attempt:
             log.warning("event=lease_lost run=%s attempt=%d", attempt.run_id, attempt.attempt)
             self._attempts.lose(attempt, Why.LOST)
 

@@ -16,7 +16,7 @@ import click
 import trio
 
 from actors.core import leaves
-from bench import bridge, delivery, drain, fairness, idle, kernel, latency, takeover, throughput
+from bench import bridge, delivery, drain, fairness, idle, kernel, latency, steps, takeover, throughput
 from bench.figures import Report, console, show, show_json
 from bench.place import server
 from sql.errors import RunlaneError
@@ -203,6 +203,26 @@ def idle_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
 def takeover_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
     """SIGTERM and SIGKILL with long plays running; another host takes over."""
     _measure(partial(takeover.run, **options), dsn, as_json)
+
+
+@cli.command("steps")
+@click.option(
+    "--steps", type=click.IntRange(1, 1_000_000), default=20_000, show_default=True, help="Of each shape."
+)
+@_rounds(3)
+@click.option(
+    "--runs", type=click.IntRange(1, 10_000), default=400, show_default=True, help="That make steps at once."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1, 256), default=100, show_default=True, help="Of the map."
+)
+@click.option(
+    "--single", type=click.IntRange(1, 100_000), default=500, show_default=True, help="Steps, one by one."
+)
+@_scenario
+def steps_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
+    """Steps recorded by one host: many runs, one map, one by one."""
+    _measure(partial(steps.run, **options), dsn, as_json)
 
 
 @cli.command("bridge")

@@ -7,6 +7,7 @@ database itself: a link carries what a verb asks for.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import signal
@@ -30,11 +31,12 @@ from runtime.handle import Handle, check_timeout, output_of
 from runtime.ledger import Ledger
 from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
+from runtime.sandboxes import SandboxProvider
 from runtime.schedules import Schedule, Schedules
 from runtime.submit import Submit, check_admitted, check_play_name
 from sql import circuits, events, facts, journal, limits, rates, receipts, status
 from sql.circuits import Circuit
-from sql.control import Cancellation
+from sql.control import Cancellation, Failure
 from sql.errors import (
     HostFailed,
     HostStopping,
@@ -58,6 +60,7 @@ from sql.types import (
     Event,
     EventOutcome,
     Fact,
+    FailOutcome,
     JournalEntry,
     Lane,
     LaneStatus,
@@ -269,7 +272,11 @@ class Verbs:
         )
         if not found:
             await self.status(run_id)
-        return found
+        codec = self._link.submissions.codec
+        return [
+            attrs.evolve(step, output=codec.read(step.output, what=f"step {step.key!r} output"))
+            for step in found
+        ]
 
     async def runs(
         self,
@@ -319,6 +326,29 @@ class Verbs:
                 f"event id {event_id!r} was used for another event of run {run_id!r}", run_id
             )
         return EventOutcome(answer != "ended", answer, item.event_id)
+
+    async def fail(self, run_id: str, reason: str, *, by: str | None = None) -> FailOutcome:
+        """End a run that waits as failed, without waking it, and say what became of it. Raises RunNotFound.
+
+        For a run that is parked on a sleep, an event, an approval or a child. It fails with the error type
+        ``FailedWhileWaiting`` and ``reason`` as its message, but only while it waits as it does at this moment: a run
+        that goes on meanwhile, or that somebody has asked to cancel, is left alone.
+        """
+        message = _text("reason", reason)
+        if not message:
+            raise InputRefused("reason", "must say why, in 1 to 2000 characters")
+        by = _text("by", by)
+        now = await self.status(run_id)
+        if now.wait_kind is None or now.wait_key is None:
+            return FailOutcome(False, "not_applicable", now.status)
+        error = {"error_type": "FailedWhileWaiting", "message": message, "traceback": None}
+        item = Failure(
+            run_id, now.attempt, now.wait_kind, now.wait_key, uuid.uuid4().hex, json.dumps(error), by
+        )
+        answer = await self._link.fail(item)
+        if answer.answer == "missing" or answer.status is None:
+            raise RunNotFound(run_id)
+        return FailOutcome(answer.answer == "failed", answer.answer, answer.status)
 
     async def events(self, run_id: str) -> list[Event]:
         """Everything that was sent to a run, in the order of arrival. Raises RunNotFound."""
@@ -604,6 +634,7 @@ class Runtime(Verbs):
         receivers: Mapping[str, Ledger] | None = None,
         codec: JsonCodec | None = None,
         on_delivery: Callable[[Sequence[str], Sequence[float]], None] | None = None,
+        sandboxes: Mapping[str, SandboxProvider] | None = None,
     ) -> AsyncIterator[Runtime]:
         """Bring the schema up to date, start the actors, and stop them in order at the end of the block.
 
@@ -616,10 +647,19 @@ class Runtime(Verbs):
         database clock; it must not block, and what it raises is logged. An error
         of the block leaves it unwrapped. A host that gives up cancels the block and raises HostFailed.
 
+        ``sandboxes`` are the providers by the names that plays give; "local" is there without being given.
+
         At the end, running plays get ``grace_s``; then every lease is handed back within ``release_budget_s``.
         """
         async with cls._opened(
-            config, plays, ledger, codec, receivers=receivers, on_delivery=on_delivery, deploy=True
+            config,
+            plays,
+            ledger,
+            codec,
+            sandboxes,
+            receivers=receivers,
+            on_delivery=on_delivery,
+            deploy=True,
         ) as runtime:
             for item in schedules:
                 await runtime._schedules.put(item)
@@ -633,6 +673,7 @@ class Runtime(Verbs):
         plays: Iterable[Play],
         ledger: Ledger | None,
         codec: JsonCodec | None,
+        sandboxes: Mapping[str, SandboxProvider] | None = None,
         *,
         receivers: Mapping[str, Ledger] | None = None,
         on_delivery: Callable[[Sequence[str], Sequence[float]], None] | None = None,
@@ -648,6 +689,7 @@ class Runtime(Verbs):
                 registered,
                 ledger,
                 codec or JsonCodec(),
+                sandboxes,
                 receivers=receivers,
                 on_delivery=on_delivery,
                 deploy=deploy,
@@ -715,12 +757,20 @@ class Runtime(Verbs):
         from runtime.proof import proof_route
 
         started = _Once(task_status)
+        detached = self._host.detached
 
         def on_bound(port: int) -> None:
             self._health_port = port
+            if detached is not None:
+                detached.serve_on(port)
             started.started()
 
         gatekeepers = self._host.gatekeepers
+        more = [proof_route(gatekeepers, self._host.prove)] if gatekeepers else []
+        if detached is not None:
+            from runtime.gateway import gateway_routes
+
+            more += gateway_routes(detached.desk())
         try:
             await serve_health(
                 self._host.view,
@@ -729,7 +779,7 @@ class Runtime(Verbs):
                 on_bound=on_bound,
                 shutdown=self._stopped,
                 grace_s=_HEALTH_GRACE_S,
-                more=[proof_route(gatekeepers, self._host.prove)] if gatekeepers else [],
+                more=more,
             )
         except RunlaneError as exc:
             self._course.fail(exc)

@@ -40,9 +40,10 @@ from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
 from runtime.demo import run_demo
 from runtime.handle import output_of
-from sql import circuits, control, deployment, due, facts, limits, rates, receipts, status, submit
+from sql import circuits, control, deployment, due, events, facts, limits, rates, receipts, status, submit
 from sql.connection import Session
 from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
+from sql.events import Sending
 from sql.receipts import StepRecord
 from sql.types import ON_CONFLICT, OPEN_STATUSES, TERMINAL_STATUSES
 
@@ -164,6 +165,18 @@ def serve(
 cli.add_command(receive)
 
 
+@cli.command()
+def runner() -> None:
+    """Run the play of one detached attempt. Started by a host, inside a sandbox.
+
+    What to run and where its gateway is comes from RUNLANE_RUNNER_GATEWAY, RUNLANE_RUNNER_TOKEN and
+    RUNLANE_RUNNER_PLAYS. Exits 0 once the attempt's end has been taken.
+    """
+    from runtime.runner import main
+
+    main()
+
+
 # --- migrate -----------------------------------------------------------------------------------------
 
 
@@ -276,21 +289,22 @@ def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> Non
         show.print_json(output)
 
 
-def _input_text(given: str | None, config: RuntimeConfig) -> str:
+def _input_text(given: str | None, config: RuntimeConfig, *, what: str = "input") -> str:
     text = "null" if given is None else given
     if given == "-":
         try:
             text = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as exc:
-            raise InputRefused("input", f"stdin is not UTF-8: {exc.reason}") from None
+            raise InputRefused(what, f"stdin is not UTF-8: {exc.reason}") from None
     codec = JsonCodec()
     try:
-        value = codec.decode(text, what="input")
+        value = codec.decode(text, what=what)
     except PayloadRefused as exc:
         if not isinstance(exc.__context__, json.JSONDecodeError):
             raise
-        raise Refusal(f"INPUT-JSON is not JSON: {exc.reason}", USAGE) from exc
-    return codec.encode(value, what="input", limit_bytes=config.max_payload_bytes, max_depth=config.max_depth)
+        shown = "INPUT-JSON" if what == "input" else "JSON"
+        raise Refusal(f"{shown} is not JSON: {exc.reason}", USAGE) from exc
+    return codec.encode(value, what=what, limit_bytes=config.max_payload_bytes, max_depth=config.max_depth)
 
 
 def _submit_options(given: dict[str, Any], config: RuntimeConfig) -> dict[str, Any]:
@@ -444,7 +458,7 @@ def cancel_verb(run_id: str, reason: str | None) -> None:
     async def body(session: Session) -> str:
         (answer,) = await control.cancel(session, [request], mark=True)
         if config.notify and answer.answer in ("cancelled", "pending"):
-            await due.notify(session, ["control", "terminals", "lanes", "wakes"])
+            await due.notify(session, ["control", "terminals", "lanes", "wakes", "runs"])
         return answer.answer
 
     answer = _client.ask(config, body)
@@ -458,6 +472,60 @@ def cancel_verb(run_id: str, reason: str | None) -> None:
         click.echo("was cancelled before" if answer == "cancelled_before" else words[answer])
     if stands in ("completed", "failed"):
         raise Refusal(f"run {run_id} had already {stands}", FAILED)
+
+
+# --- event -------------------------------------------------------------------------------------------
+
+
+@cli.command("event")
+@json_option
+@database_options
+@click.argument("run_id", metavar="RUN")
+@click.argument("name")
+@click.argument("payload", required=False, metavar="[JSON|-]")
+@click.option("--event-id", help="An id of your own: an event with the same id counts once.")
+def event_verb(run_id: str, name: str, payload: str | None, event_id: str | None) -> None:
+    """Send a run the event NAME.
+
+    JSON is its payload, - reads it from stdin, and without one it is null. Prints "delivered" when a wait takes it,
+    "kept" when it is for a wait to come, "duplicate" when it was sent before under this id. Exits 1 when the run has
+    ended or the id was used for another event, 5 when there is no such run.
+
+    \b
+    Examples:
+      runlane event nightly-42 approval '{"approved": true, "by": "ada"}'
+      runlane event nightly-42 file-arrived '{"path": "/srv/a"}' --event-id a
+    """
+    settings = settings_of_command()
+    config = settings.config()
+    own_id = ids.check_event_id(event_id)
+    item = Sending(
+        ids.check_run_id(run_id),
+        ids.check_event_name(name),
+        _input_text(payload, config, what="payload"),
+        own_id or ids.new_run_id(),
+        own_id is not None,
+    )
+
+    async def body(session: Session) -> str:
+        (answer,) = await events.send(session, [item])
+        if config.notify and answer in ("delivered", "kept"):
+            await due.notify(session, ["wakes"])
+        return answer
+
+    answer = _client.ask(config, body)
+    if answer == "missing":
+        raise RunNotFound(run_id)
+    if answer == "busy":
+        raise Refusal(f"event id {event_id!r} is held by a transaction that is still open", FAILED)
+    if settings.as_json:
+        show.print_json({"run_id": run_id, "event_id": item.event_id, "status": answer})
+    elif answer not in ("ended", "conflict"):
+        click.echo(answer)
+    if answer == "ended":
+        raise Refusal(f"run {run_id} has ended", FAILED)
+    if answer == "conflict":
+        raise Refusal(f"event id {event_id!r} was used for another event of run {run_id}", FAILED)
 
 
 # --- runs --------------------------------------------------------------------------------------------

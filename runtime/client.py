@@ -29,7 +29,7 @@ from sql import admission, control, deployment, due, events, status
 from sql.admission import Admitted, Submission
 from sql.calls import channel
 from sql.connection import Session
-from sql.control import Cancellation, Cancelled
+from sql.control import Cancellation, Cancelled, Failed, Failure
 from sql.errors import ItemFault, LockTimedOut, OutcomeUnknown
 from sql.events import Sending
 from sql.plain import Line
@@ -199,7 +199,7 @@ class LineLink:
             async def cancel(session: Session, mark: bool = mark) -> Cancelled:
                 (answer,) = await control.cancel(session, [item], mark=mark)
                 if self.config.notify and answer.answer in ("cancelled", "pending"):
-                    await due.notify(session, ["control", "terminals", "lanes", "wakes"])
+                    await due.notify(session, ["control", "terminals", "lanes", "wakes", "runs"])
                 return answer
 
             answer = await self.ask(cancel)
@@ -224,6 +224,26 @@ class LineLink:
                 return answer
             if time.monotonic() + pause_s >= deadline:
                 raise LockTimedOut(f"event id {item.event_id!r} is held by a transaction that is open")
+            await self.line.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def fail(self, item: Failure) -> Failed:
+        """As ``Link.fail``."""
+        deadline = time.monotonic() + self.config.operation_timeout_s
+        pause_s = _FIRST_PAUSE_S
+
+        async def fail(session: Session) -> Failed:
+            (answer,) = await control.fail(session, [item])
+            if self.config.notify and answer.answer == "failed":
+                await due.notify(session, ["terminals", "lanes", "wakes"])
+            return answer
+
+        while True:
+            answer = await self.line.ask(fail, timeout_s=deadline - time.monotonic())
+            if answer.answer != "busy":
+                return answer
+            if time.monotonic() + pause_s >= deadline:
+                raise LockTimedOut(f"run {item.run_id!r} is held by somebody else")
             await self.line.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

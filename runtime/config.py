@@ -20,14 +20,14 @@ from sql.bundle import SCHEMA_PATTERN
 from sql.errors import ConfigError
 
 PREFIX = "RUNLANE_"
-FOREIGN_PREFIXES = ("RUNLANE_TEST_", "RUNLANE_DEMO_", "RUNLANE_RECEIVE_")
-"""Variables that belong to the test suite, the demo and receivers, and are none of ours."""
+FOREIGN_PREFIXES = ("RUNLANE_TEST_", "RUNLANE_DEMO_", "RUNLANE_RECEIVE_", "RUNLANE_RUNNER_")
+"""Variables of the test suite, the demo, receivers and runners in sandboxes: none of ours."""
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_DEPTH = 256
 MAX_PAYLOAD_BYTES = 64 * 1_048_576
 
-_SECRET = frozenset({"dsn", "listen_dsn", "ledger_secret", "ledger_internal_token"})
+_SECRET = frozenset({"dsn", "listen_dsn", "ledger_secret", "ledger_internal_token", "gateway_secret"})
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _DAY_S = 86_400.0
@@ -196,6 +196,22 @@ class RuntimeConfig:
     """From a log line until its body goes, once it is delivered; None: with its run."""
     keep_ledger: bool = attrs.field(default=False, validator=_flag)
     """Rows of ``ledger_runs`` and ``ledger_logs`` stay when their run goes."""
+
+    # Sandboxes
+    gateway_url: str | None = attrs.field(default=None, validator=_text(2_048))
+    """Where sandboxes reach this host's HTTP server; None: on ``health_host`` and its port."""
+    gateway_secret: str | None = attrs.field(default=None, validator=_text(1_024), repr=_hidden)
+    """What signs runners' tokens, the same on all hosts; None: one that the database keeps for them."""
+    sandbox_create_s: float = attrs.field(default=120.0, validator=_seconds())
+    """What a provider gets to make a sandbox."""
+    heartbeat_timeout_s: float = attrs.field(default=60.0, validator=_seconds())
+    """Silence of a runner after which its provider is asked."""
+    cleanup_lease_s: float = attrs.field(default=60.0, validator=_seconds())
+    """What a provider gets to delete a sandbox, before another host tries."""
+    cleanup_failures: int = attrs.field(default=20, validator=_whole(1, 10_000))
+    """Failed deletions after which an operator has to decide."""
+    billing_grace_s: float = attrs.field(default=60.0, validator=_seconds(zero=True))
+    """A sandbox that its provider never gave back is billed for its ceiling and this."""
 
     # Health and logs
     health_host: str = attrs.field(default="127.0.0.1", validator=_text(255, optional=False))

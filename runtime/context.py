@@ -260,7 +260,7 @@ class Context:
         self._check_live()
         key = self._wait_key(key)
         run_id = ids.child_run_id(self.run_id, key)
-        child = Child(self, run_id, Wait(key, "child", run_id))
+        child = Child(self, run_id, Wait(key, "child", run_id), play if isinstance(play, Play) else None)
         if key in self._attempt.claimed.waits:
             self._known(child.wait)  # it was started by an earlier attempt
             await trio.lowlevel.checkpoint()
@@ -301,7 +301,7 @@ class Context:
         self._check_live()
         state = await self._wait(child.wait)
         ended = json.loads(await self._payload(child.wait, state, f"run {child.run_id}"))
-        return output_of(Terminal(child.run_id, ended["status"], ended["payload"]), self._codec)
+        return output_of(Terminal(child.run_id, ended["status"], ended["payload"]), self._codec, child.play)
 
     def _event_wait(self, kind: str, name: Any, timeout: Any, key: Any) -> Wait:
         name = ids.check_event_name(name)
@@ -493,9 +493,10 @@ class Context:
 class Child:
     """A run that this one has started. ``run_id`` names it."""
 
-    def __init__(self, context: Context, run_id: str, wait: Wait) -> None:
+    def __init__(self, context: Context, run_id: str, wait: Wait, play: Play | None) -> None:
         self.run_id = run_id
         self.wait = wait
+        self.play = play
         self._context = context
 
     def __repr__(self) -> str:
@@ -504,7 +505,8 @@ class Child:
     async def result(self) -> Any:
         """The child's output, once it has ended: a durable wait, which parks this run when it is long.
 
-        Raises RunFailed or RunCancelled, with the child's id, when it ended so.
+        Of the output class of the play's annotation, where it was started as a play and not by name. Raises RunFailed
+        or RunCancelled, with the child's id, when it ended so.
         """
         return await self._context.result_of(self)
 

@@ -146,7 +146,7 @@ class Executor:
                 return self._completed(attempt, output)
             except Exception as exc:  # the output's own serializer raised
                 failure = exc
-        return self._failed(play, attempt, failure)
+        return self.failed(play, attempt, failure)
 
     def _completed(self, attempt: Attempt, output: Any) -> Settlement:
         text, replaced = self._codec.encode_output(
@@ -159,7 +159,8 @@ class Executor:
             attempt, "completed", f'{{"output":{text},"replaced":{json.dumps(replaced)}}}'
         )
 
-    def _failed(self, play: Play, attempt: Attempt, failure: BaseException) -> Settlement:
+    def failed(self, play: Play, attempt: Attempt, failure: BaseException) -> Settlement:
+        """How an attempt ends that failed like this."""
         verdict = judge(play, failure, attempt.claimed.failures, outage_max_s=self._config.outage_max_s)
         log.info(
             "event=attempt_failed run=%s play=%s attempt=%d outcome=%s error=%s",

@@ -7,6 +7,7 @@ It is the only place that knows all actors; it never acts itself.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -23,10 +24,10 @@ from actors.array_input import ArrayInput, IntentRequest
 from actors.attempts import Attempt, Attempts
 from actors.circuits import Circuits, Enter, Outcome
 from actors.claim import Claim
-from actors.control import CancelRequest, Control, EventRequest
+from actors.control import Control, Request
 from actors.core import Actor, ChildSpec, Mailbox, Reply, Supervisor, Together
 from actors.delivery import Firsts, GivenUp, Observe
-from actors.executors import Executors
+from actors.executors import Execute, Executors
 from actors.facts import Facts
 from actors.hints import Hints
 from actors.lanes import LaneActor
@@ -47,6 +48,8 @@ from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.context import Doors
 from runtime.deliver import Deliveries
+from runtime.detached import LaunchingExecutor
+from runtime.detached_host import DetachedWork, providers_of
 from runtime.dispatch import Gatekeeper
 from runtime.executor import Executor, unstorable
 from runtime.http_ledger import HttpLedger
@@ -55,9 +58,10 @@ from runtime.metrics import Metrics
 from runtime.plays import Play
 from runtime.postgres_ledger import PostgresLedger
 from runtime.routes import Route, Routes
-from runtime.submit import Submissions, buckets_from
+from runtime.sandboxes import SandboxProvider
+from runtime.submit import Submissions, Submit, buckets_from
 from runtime.view import Reports, View
-from sql import admission, circuits, deployment, proof, status, waits
+from sql import admission, circuits, claim, deployment, proof, status, waits
 from sql.admission import Submission
 from sql.array_input import Intent
 from sql.children import Launch
@@ -66,6 +70,7 @@ from sql.connection import Session, SessionOptions, open_session
 from sql.errors import OutcomeUnknown, RunlaneError
 from sql.lanes import OWN_LEDGER
 from sql.proof import Claimed
+from sql.runners import Pushed
 from sql.settle import Settled, Settlement
 from sql.types import TERMINAL_STATUSES
 from sql.waits import Wait
@@ -100,11 +105,12 @@ class Host:
     hints: Hints
     waiters: Waiters
     admissions: Mailbox[Admission]
-    requests: Mailbox[CancelRequest | EventRequest]
+    requests: Mailbox[Request]
     queries: Mailbox[Query]
     changes: Mailbox[Change]
     submissions: Submissions
     executors: Executors
+    detached: DetachedWork | None
     supervisor: Supervisor
     view: View
     gatekeepers: Sequence[Gatekeeper]
@@ -122,6 +128,7 @@ async def compose(
     plays: Mapping[str, Play],
     ledger: Ledger | None,
     codec: JsonCodec,
+    sandboxes: Mapping[str, SandboxProvider] | None = None,
     *,
     receivers: Mapping[str, Ledger] | None = None,
     on_delivery: Observe | None = None,
@@ -137,8 +144,11 @@ async def compose(
     owner = secrets.randbits(62) + 1
     identity = _identity(config, owner, plays)
     options = session_options(config)
-    buckets = await _register(options, config, plays, identity, deploy)
-    return _Composition(config, plays, codec, owner, options, buckets, routes, on_delivery).host(identity)
+    providers = providers_of(plays, sandboxes, config)
+    buckets, secret = await _register(options, config, plays, identity, deploy)
+    return _Composition(
+        config, plays, codec, owner, options, buckets, routes, on_delivery, providers, secret
+    ).host(identity)
 
 
 def _usual_ledger(config: RuntimeConfig) -> Ledger:
@@ -166,6 +176,8 @@ class _Composition:
         buckets: Mapping[str, Mapping[int, int]],
         routes: Routes,
         on_delivery: Observe | None,
+        providers: Mapping[str, SandboxProvider],
+        secret: str,
     ) -> None:
         self.config = config
         self.plays = plays
@@ -188,7 +200,7 @@ class _Composition:
         )
         self.receipts: Mailbox[StepMessage] = Mailbox("receipts", sys.maxsize)
         self.admissions: Mailbox[Admission] = Mailbox("admission", _MOST_WAITING, abandon=_abandon)
-        self.requests: Mailbox[CancelRequest | EventRequest] = Mailbox(
+        self.requests: Mailbox[Request] = Mailbox(
             "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
         )
         self.intents: Mailbox[IntentRequest] = Mailbox("array_input", sys.maxsize, abandon=_abandon)
@@ -208,7 +220,7 @@ class _Composition:
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
         doors = Doors(
             say=_Say(self.sayings),
-            register=self._register_array_input,
+            register=lambda attempt: self._register_array_input(attempt.claimed),
             rates=self.slots,
             hold=self._hold,
             payload=self._payload,
@@ -218,9 +230,13 @@ class _Composition:
             launch=self._launch,
         )
         execute = Executor(plays, codec, config, doors=doors, flush=self.facts.hurry.set)
+        self.detached = self._detached(providers, secret) if providers else None
+        run: Execute = execute
+        if self.detached is not None:
+            run = LaunchingExecutor(plays, execute, self.detached.launcher)
         self.executors = Executors(
             self.attempts,
-            execute,
+            run,
             self.endings,
             cleanup_s=config.release_budget_s / 2,
             on_start=self.reports.claimed,
@@ -265,6 +281,11 @@ class _Composition:
             # Both are rare: one connection is enough for them.
             desk = Together(self.options, [self._control(), ArrayInput(self.options, self.intents)])
             children.append(_child("control", desk, self.requests, self.intents))
+            if self.detached is not None:
+                children += [
+                    _child(name, actor, *mail, stop=stop)
+                    for name, actor, stop, mail in self.detached.actors()
+                ]
             if self.plays:
                 children += self._work()
                 children.append(_child("maintenance", self._maintenance(), stop=self.hints.chores.set))
@@ -300,6 +321,7 @@ class _Composition:
             changes=self.changes,
             submissions=self.submissions,
             executors=self.executors,
+            detached=self.detached,
             supervisor=supervisor,
             view=view,
             gatekeepers=[
@@ -450,6 +472,26 @@ class _Composition:
             firsts=self.firsts,
         )
 
+    def _detached(self, providers: Mapping[str, SandboxProvider], secret: str) -> DetachedWork:
+        return DetachedWork(
+            self.options,
+            self.config,
+            self.hints,
+            self.plays,
+            providers,
+            secret,
+            owner=self.owner,
+            ask=lambda read: ask(self.queries, read, self.config.operation_timeout_s),
+            register=self._register_array_input,
+            payload=self._payload,
+            rates=self.slots,
+            receipts=self.receipts,
+            circuits=self.circuits.mailbox,
+            start_run=self._start_child,
+            on_settled=self._on_pushed,
+            on_orphans=self.metrics.orphans,
+        )
+
     def _schedules(self) -> Schedules:
         config = self.config
         adoption = Adoption(sorted(self.plays), config.release_id, config.environment)
@@ -477,6 +519,7 @@ class _Composition:
             host=self.owner,
             buckets=[bucket for by_priority in self.buckets.values() for bucket in by_priority.values()],
             receivers=self.routes.receivers or (OWN_LEDGER,),
+            providers=[] if self.detached is None else self.detached.keys,
             backstop_s=config.backstop_s,
             notify=config.notify and not ears.pooled,
         )
@@ -490,8 +533,12 @@ class _Composition:
             payload = self.codec.decode(item.payload)
             self.waiters.tell(status.Terminal(item.run_id, item.outcome, payload))
 
-    async def _register_array_input(self, attempt: Attempt) -> str:
-        intent = Intent(attempt.run_id, attempt.claimed.org_id, attempt.attempt, attempt.token)
+    def _on_pushed(self, item: Settlement, answer: Pushed) -> None:
+        if answer.answer == "settled" and answer.first:
+            self._on_settled(item, Settled("done", None))
+
+    async def _register_array_input(self, claimed: claim.Claimed) -> str:
+        intent = Intent(claimed.run_id, claimed.org_id, claimed.attempt, claimed.token)
         request = IntentRequest(intent)
         await self.intents.send(request)
         return await request.reply.wait(self.config.operation_timeout_s)
@@ -506,6 +553,11 @@ class _Composition:
         request = LaunchRequest(attempt, item)
         self.launches.send_nowait(request)
         return (await request.reply.wait()).answer
+
+    async def _start_child(self, claimed: claim.Claimed, key: str, item: Submit) -> str:
+        """For an attempt that is detached: the database alone knows whether it lives."""
+        elsewhere = Attempt(claimed, math.inf, trio.current_time())
+        return await self._launch(elsewhere, key, await self.submissions.prepare(item))
 
     async def _payload(self, run_id: str, key: str) -> str | None:
         text: str | None = await ask(
@@ -596,15 +648,18 @@ async def _register(
     plays: Mapping[str, Play],
     identity: Mapping[str, Any],
     deploy: bool,
-) -> dict[str, dict[int, int]]:
-    """Bring the schema up to date and make the host known. The buckets of its plays, by priority."""
+) -> tuple[dict[str, dict[int, int]], str]:
+    """Bring the schema up to date and make the host known.
+
+    The buckets of its plays, by priority, and the secret that signs the tokens of runners in sandboxes.
+    """
     async with open_session(options, "deployment") as session:
         if deploy:
             await deployment.ensure(session)
         else:
             await deployment.require(session)
         if not plays:
-            return {}
+            return {}, ""
         await admission.register_host(
             session,
             host=int(identity["host"]),
@@ -621,10 +676,13 @@ async def _register(
         found, _ = await admission.play_buckets(
             session, list(plays), release_id=config.release_id, environment=config.environment
         )
+        secret = ""
+        if any(play.sandbox is not None for play in plays.values()):
+            secret = config.gateway_secret or await deployment.shared_secret(session, "gateway_secret")
     buckets: dict[str, dict[int, int]] = {}
     for (play, priority), bucket in found.items():
         buckets.setdefault(play, {})[priority] = bucket
-    return buckets
+    return buckets, secret
 
 
 class _Say:
@@ -640,7 +698,7 @@ class _Say:
 
 
 def _abandon(
-    item: Admission | CancelRequest | EventRequest | Change | IntentRequest | LaunchRequest | Query,
+    item: Admission | Request | Change | IntentRequest | LaunchRequest | Query,
     error: RunlaneError,
 ) -> None:
     reply: Reply[Any] = item.reply

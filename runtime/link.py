@@ -12,14 +12,14 @@ from typing import Protocol, TypeVar
 import trio
 
 from actors.admission import Admission
-from actors.control import CancelRequest, EventRequest
+from actors.control import CancelRequest, EventRequest, FailRequest
 from actors.schedules import Change
 from runtime import host as composition
 from runtime.config import RuntimeConfig
 from runtime.submit import Submissions
 from sql.admission import Admitted, Submission
 from sql.connection import Session
-from sql.control import Cancellation, Cancelled
+from sql.control import Cancellation, Cancelled, Failed, Failure
 from sql.events import Sending
 from sql.status import Terminal
 
@@ -54,6 +54,10 @@ class Link(Protocol):
 
     async def send(self, item: Sending) -> str:
         """Send an event; how it was answered, never ``busy``."""
+        ...
+
+    async def fail(self, item: Failure) -> Failed:
+        """End a parked run as failed; never answered ``busy``."""
         ...
 
     async def ask(self, read: Callable[[Session], Awaitable[T]]) -> T:
@@ -103,6 +107,13 @@ class ActorLink:
         request = EventRequest(item, deadline)
         await composition.send_by(deadline, self._host.requests, request)
         # A little later than the actor's own deadline, whose error says more.
+        return await request.reply.wait(deadline - trio.current_time() + 1.0)
+
+    async def fail(self, item: Failure) -> Failed:
+        """As ``Link.fail``."""
+        deadline = self._deadline()
+        request = FailRequest(item, deadline)
+        await composition.send_by(deadline, self._host.requests, request)
         return await request.reply.wait(deadline - trio.current_time() + 1.0)
 
     async def ask(self, read: Callable[[Session], Awaitable[T]]) -> T:

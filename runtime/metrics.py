@@ -148,6 +148,12 @@ class Metrics:
             "runlane_maintained", "What this host's maintenance has done.", ["what"], registry=registry
         )
         self._slots = Gauge("runlane_slots", "Slots of this host.", ["state"], registry=registry)
+        self._orphan_sandboxes = Gauge(
+            "runlane_orphan_sandboxes",
+            "Sandboxes at a provider that nobody here answers for, as last counted.",
+            ["provider"],
+            registry=registry,
+        )
         self._claim_lag = _LagHistogram(
             "runlane_claim_lag_seconds", "From due to claimed, on the database clock."
         )
@@ -187,6 +193,10 @@ class Metrics:
         """The slots of this host now."""
         self._slots.labels("used").set(used)
         self._slots.labels("free").set(free)
+
+    def orphans(self, provider: str, names: Sequence[str]) -> None:
+        """Sandboxes that exist at a provider and have no obligation in the database."""
+        self._orphan_sandboxes.labels(provider).set(len(names))
 
     # --- leases and actors ---
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -59,6 +60,19 @@ class Play:
     max_per_key: int | None = None
     input_type: type | None = None
     output_type: type | None = None
+    sandbox: str | None = None
+    ceiling_s: float | None = None
+    memory_bytes: int | None = None
+    cpu_s: float | None = None
+
+    @property
+    def home(self) -> str:
+        """Where another process finds the play: its module, or the file of a program's main module."""
+        inner = self.fn
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        name: str = inner.__module__
+        return getattr(sys.modules[name], "__file__", None) or name if name == "__main__" else name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function itself."""
@@ -80,11 +94,19 @@ def play(
     max_running: int | None = None,
     concurrency_key: Callable[[Any], str | None] | None = None,
     max_per_key: int | None = None,
+    sandbox: str | None = None,
+    ceiling_s: float | None = 86_400.0,
+    memory_bytes: int | None = None,
+    cpu_s: float | None = None,
 ) -> Callable[[Callable[..., Any]], Play]:
     """Register a function as a play: ``@play("audit", retries=3)``.
 
     The function is ``async def`` (or ``def``, which runs in a thread) and takes ``(ctx)`` or
     ``(ctx, data)``. All durations are seconds. Raises InvalidPlay naming the play and what is wrong.
+
+    ``sandbox``: a provider's name; the play then runs detached, in a sandbox of that provider, and takes no slot while
+    it does. ``ceiling_s`` is the longest that one attempt may take there (None: no end), ``memory_bytes`` and ``cpu_s``
+    are limits where the provider has them.
     """
     if not isinstance(name, str):
         raise InvalidPlay(f'write @play("name"): the name must be str, not {type(name).__name__}')
@@ -104,7 +126,15 @@ def play(
         "max_running": None if max_running is None else _whole(name, "max_running", max_running, 1),
         "concurrency_key": _function(name, "concurrency_key", concurrency_key),
         "max_per_key": None if max_per_key is None else _whole(name, "max_per_key", max_per_key, 1),
+        "sandbox": sandbox,
+        "ceiling_s": None if ceiling_s is None else _number(name, "ceiling_s", ceiling_s, 1.0),
+        "memory_bytes": None
+        if memory_bytes is None
+        else _whole(name, "memory_bytes", memory_bytes, 2**24, 2**50),
+        "cpu_s": None if cpu_s is None else _number(name, "cpu_s", cpu_s, 1.0),
     }
+    if sandbox is not None and not (isinstance(sandbox, str) and _NAME.fullmatch(sandbox)):
+        raise InvalidPlay(f"play {name!r}: sandbox must be a provider's name, not {preview(sandbox)}")
     if timeout_s == 0:
         raise InvalidPlay(f"play {name!r}: timeout_s must be above 0 (or None for no limit)")
     if backoff_max_s < backoff_s:
@@ -128,9 +158,9 @@ def index_plays(plays: Iterable[object]) -> dict[str, Play]:
     return index
 
 
-def _whole(name: str, option: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1_000_000:
-        allowed = f"an int from {least} to 1000000"
+def _whole(name: str, option: str, value: Any, least: int, most: int = 1_000_000) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        allowed = f"an int from {least} to {most}"
         raise InvalidPlay(f"play {name!r}: {option} must be {allowed}, not {preview(value)}")
     return value
 

@@ -82,6 +82,7 @@ class SyncVerbs:
     retry_lane = _blocking(Verbs.retry_lane)
     skip_lane = _blocking(Verbs.skip_lane)
     journal = _blocking(Verbs.journal)
+    fail = _blocking(Verbs.fail)
     schedule = _blocking(Verbs.schedule)
     schedules = _blocking(Verbs.schedules)
     pause_schedule = _blocking(Verbs.pause_schedule)

@@ -268,6 +268,7 @@ class AsyncioVerbs:
     cancel = _awaited(Verbs.cancel)
     send_event = _awaited(Verbs.send_event)
     events = _awaited(Verbs.events)
+    fail = _awaited(Verbs.fail)
     schedule = _awaited(Verbs.schedule)
     schedules = _awaited(Verbs.schedules)
     pause_schedule = _awaited(Verbs.pause_schedule)

@@ -57,8 +57,8 @@ class Buckets:
 class Stand:
     """Where a claim left off, for the next one of the same host and buckets.
 
-    ``low_water``: nothing that may be claimed was due before it; None: begin at the front. ``cursors``: per bucket
-    whose turn was the last; None where nobody was left out.
+    ``low_water``: nothing that may be claimed was due before it; None: begin at the front. ``cursors``: two for each
+    bucket, where the walk of its turns stands; None where nobody was left out.
     """
 
     low_water: datetime | None = None
@@ -110,7 +110,7 @@ async def claim(
     )
     last = rows.pop()
     return Claims(
-        [_claimed(row, token) for row in rows],
+        [claimed_of(row, token) for row in rows],
         last["next_due_s"],
         Stand(last["was_due_at"], tuple(last["cursors"])),
     )
@@ -119,10 +119,11 @@ async def claim(
 async def read_back(session: Session, *, owner: int, token: int) -> list[Claimed]:
     """What a claim with this token took. Only after the connection that made the claim is known to be gone."""
     rows = await session.fetch(call(session.options.schema, "read_claim", 2), owner, token)
-    return [_claimed([*row, None, 0.0], token) for row in rows]
+    return [claimed_of([*row, None, 0.0], token) for row in rows]
 
 
-def _claimed(row: Any, token: int) -> Claimed:
+def claimed_of(row: Any, token: int) -> Claimed:
+    """A row of ``claim_runs``, or of a function that answers like it, under this token."""
     run_id, attempt, play, input_, failures, waits, org_id, labels, limited, was_due_at, lag_s = row[:11]
     return Claimed(
         run_id,

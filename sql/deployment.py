@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 
 import attrs
 import trio
@@ -226,3 +227,15 @@ async def _lock(session: Session) -> None:
     raise SchemaNotReady(
         f"another process has been building schema {session.options.schema!r} for {_LOCK_WAIT_S:g} s"
     )
+
+
+async def shared_secret(session: Session, name: str) -> str:
+    """A secret that all hosts of this schema share; the first one that asks makes it."""
+    table = f"{bundle.quote(session.options.schema)}.deployment"
+    await session.execute(
+        f"INSERT INTO {table} (key, value) VALUES ($1, $2) ON CONFLICT DO NOTHING",
+        name,
+        secrets.token_urlsafe(48),
+    )
+    found: str = await session.fetchval(f"SELECT value FROM {table} WHERE key = $1", name)
+    return found

@@ -44,7 +44,7 @@ class Receipt:
 
     ``answer``: ``claimed`` (run the function); ``completed``, ``skipped`` or ``failed`` (recorded: ``output`` or
     ``error``, JSON text); ``conflict`` (recorded for another ``function``); ``held`` (by somebody else of the same
-    attempt); ``busy`` (ask again); ``lost`` (the fence is gone).
+    attempt); ``busy`` (ask again); ``lost`` (the fence is gone); ``rest`` (the answer is full: ask again).
     """
 
     answer: str

@@ -213,6 +213,19 @@ class Approval:
 
 
 @attrs.frozen(slots=True)
+class FailOutcome:
+    """What became of a request to fail a run that waits.
+
+    ``outcome``: ``failed`` (this request ended the run), ``fence_lost`` (it no longer waits as it did when it was
+    looked at, or is about to be cancelled) or ``not_applicable`` (it does not wait). ``status`` is what stands now.
+    """
+
+    won: bool
+    outcome: str
+    status: str
+
+
+@attrs.frozen(slots=True)
 class CancelOutcome:
     """Who won a cancellation.
 

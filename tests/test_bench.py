@@ -20,7 +20,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import bridge, children, delivery, drain, fairness, idle, kernel, latency, takeover, throughput
+from bench import (
+    bridge,
+    children,
+    delivery,
+    drain,
+    fairness,
+    idle,
+    kernel,
+    latency,
+    steps,
+    takeover,
+    throughput,
+)
 from bench.cli import cli
 from bench.figures import BenchFailed, Figure, Report, all_checks, median, quantile, shown
 from tests.support import servers
@@ -139,6 +151,14 @@ async def test_takeover_hands_everything_over(tidy: str) -> None:
     # No release comes before the end of the grace period, no takeover before the lease's end.
     assert found["SIGTERM → every lease is back"] >= 0.9
     assert found["SIGKILL → all claimed by the other"] > found["  after the last lease ended"] / 1000
+
+
+async def test_steps_measures_three_shapes(tidy: str) -> None:
+    report = await steps.run(tidy, steps=60, rounds=1, runs=5, concurrency=4, single=5)
+    found = figures(report)
+    assert report.sound, report.checks
+    assert report.rounds[0]["made"] == 5 + 60 + 60 + 5
+    assert min(found.values()) > 0
 
 
 async def test_bridge_measures_three_ways(tidy: str) -> None:

@@ -532,6 +532,20 @@ def test_cancel(runlane: Command) -> None:
     runlane("cancel", NO_RUN).refused(5, NO_RUN)
 
 
+def test_event(runlane: Command) -> None:
+    runlane("submit", "echo", "--run-id", "e")
+    assert runlane("event", "e", "approval", '{"approved": true}').out == "kept\n"
+    sent = runlane("event", "e", "go", "--event-id", "i", "--json").json
+    assert sent == {"run_id": "e", "event_id": "i", "status": "kept"}
+    assert runlane("event", "e", "go", "null", "--event-id", "i").out == "duplicate\n"
+    runlane("event", "e", "go", "1", "--event-id", "i").refused(1, "used for another event")
+    runlane("event", "e", "go", "{").refused(2, "JSON is not JSON")
+    runlane("event", "e", "").refused(2, "name")
+    runlane("event", NO_RUN, "go").refused(5, NO_RUN)
+    runlane("cancel", "e")
+    runlane("event", "e", "go").refused(1, "has ended")
+
+
 def test_cancel_comes_too_late(served: Command) -> None:
     run_id = json.loads(served("submit", "echo", "--wait", "--json").out)["run_id"]
     served("cancel", run_id).refused(1, "already completed")

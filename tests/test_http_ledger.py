@@ -392,7 +392,7 @@ async def test_a_cancelled_request_leaves_at_once(path: str) -> None:
         with trio.move_on_after(0.1) as scope:
             await ledger.append_many([delivery()])
         assert scope.cancelled_caught
-        assert trio.current_time() - start < 0.2
+        assert trio.current_time() - start < 0.5
         assert receiver.asked[-1].path == path
         with trio.fail_after(1.0):
             while receiver.open:  # noqa: ASYNC110 - it sees the connection go
@@ -415,7 +415,7 @@ async def test_a_cancelled_connect_leaves_at_once() -> None:
         with trio.move_on_after(0.1) as scope:
             await ledger.append(delivery())
         assert scope.cancelled_caught
-        assert trio.current_time() - start < 0.2
+        assert trio.current_time() - start < 0.5
         for hog in hogs:
             hog.close()
 

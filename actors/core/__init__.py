@@ -16,7 +16,7 @@ from actors.core.mailbox import EndOfMailbox, Mailbox, Reply
 from actors.core.probes import Probe
 from actors.core.shared import Together
 from actors.core.supervisor import Actor, ActorEnded, ChildSpec, EscalatedActor, Life, Supervisor
-from actors.core.wake import WakeFlag
+from actors.core.wake import WakeFan, WakeFlag
 
 __all__ = [
     "PASSING_FAULTS",
@@ -35,6 +35,7 @@ __all__ = [
     "Reply",
     "Supervisor",
     "Together",
+    "WakeFan",
     "WakeFlag",
     "bounded_cleanup",
     "check_nested",

@@ -59,3 +59,21 @@ class WakeFlag:
                 await self._event.wait()
         self._event = None
         return self.clear()
+
+
+class WakeFan:
+    """One cause that several tasks wait for, each with a flag of its own."""
+
+    def __init__(self) -> None:
+        self._flags: list[WakeFlag] = []
+
+    def join(self) -> WakeFlag:
+        """A flag for one more waiter."""
+        flag = WakeFlag()
+        self._flags.append(flag)
+        return flag
+
+    def set(self) -> None:
+        """Set all of them."""
+        for flag in self._flags:
+            flag.set()

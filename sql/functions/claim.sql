@@ -15,7 +15,7 @@
 --   p_oldest      this turn goes by who has waited longest, whatever the priority
 --   p_from        low-water mark: entries due earlier are not looked at. NULL starts at the front. Behind a
 --                 held snapshot the front of the index is full of entries that no longer lead anywhere.
---   p_cursors     of the buckets, same positions: whose turn was the last, as the claim before answered; may be empty
+--   p_cursors     two for each bucket: where the walk of its turns stands, as the claim before answered; or none
 --
 -- Answers one row per claimed run, then always one row with run_id NULL, whose next_due_s is the number of
 -- seconds until the next due time in these buckets (NULL: nothing there; zero or less: due rows are left,
@@ -51,10 +51,11 @@ DECLARE
     v_again    boolean := false;  -- somebody is due who may be had in a moment
     v_more     bigint[] := '{}';  -- buckets that filled their share
     v_full     bigint[] := '{}';  -- buckets of plays whose limit is full
-    v_cursors  bigint[] := p_cursors || array_fill(NULL::bigint, ARRAY[cardinality(p_buckets) - cardinality(p_cursors)]);
+    v_cursors  bigint[] := array_fill(NULL::bigint, ARRAY[2 * cardinality(p_buckets)]);
     v_locked   text[] := '{}';    -- plays whose limit is ours until the end
     v_limits   CONSTANT text[] := (SELECT array_agg(name) FROM limits WHERE kind = 'play' AND name = ANY (p_plays));
-    v_cursor   bigint;
+    v_pos      bigint;
+    v_stop     bigint;
     v_bucket   record;
     v_head     timestamptz;
     v_next     timestamptz;
@@ -92,6 +93,10 @@ BEGIN
          CROSS JOIN generate_series(1, CASE WHEN p_oldest THEN 1 ELSE 2 END) AS k (round)
          ORDER BY CASE WHEN p_oldest THEN 0 ELSE -b.priority END, k.round, h.due_at, b.bucket
     LOOP
+        IF v_bucket.round = 1 AND v_bucket.turns_at IS NOT NULL THEN
+            v_cursors[2 * v_bucket.ord - 1] := p_cursors[2 * v_bucket.ord - 1];
+            v_cursors[2 * v_bucket.ord] := p_cursors[2 * v_bucket.ord];
+        END IF;
         v_head := least(v_head, v_bucket.plain_at, v_bucket.turns_at);
         CONTINUE WHEN v_left <= 0;
         -- First an even share of what is left, then what others of the same priority left over. On an oldest-first
@@ -127,10 +132,12 @@ BEGIN
             SELECT * INTO v_ids, v_dues, v_orgs, v_keys, v_parked
               FROM take_plain(v_bucket.bucket, v_quota, v_from, v_now, v_ids, v_dues, v_orgs, v_keys, v_parked);
         ELSE
-            SELECT * INTO v_ids, v_dues, v_orgs, v_keys, v_parked, v_again, v_cursor
+            SELECT * INTO v_pos, v_stop, v_ids, v_dues, v_orgs, v_keys, v_parked, v_again
               FROM take_turns(v_bucket.bucket, v_bucket.play, v_quota, v_bucket.plain_at, p_oldest,
-                              v_cursors[v_bucket.ord], v_from, v_now, v_ids, v_dues, v_orgs, v_keys, v_parked, v_again);
-            v_cursors[v_bucket.ord] := v_cursor;
+                              v_cursors[2 * v_bucket.ord - 1], v_cursors[2 * v_bucket.ord], v_from, v_now,
+                              v_ids, v_dues, v_orgs, v_keys, v_parked, v_again);
+            v_cursors[2 * v_bucket.ord - 1] := v_pos;
+            v_cursors[2 * v_bucket.ord] := v_stop;
         END IF;
         v_taken := cardinality(v_ids) - v_before;
         CONTINUE WHEN v_taken = 0;
@@ -199,9 +206,10 @@ BEGIN
     ELSE
         v_next := next_run_due(p_buckets, p_from, v_now + interval '1 microsecond', v_full);
     END IF;
-    RETURN QUERY SELECT NULL::text, NULL::integer, NULL::text, NULL::jsonb, NULL::integer, NULL::jsonb, NULL::text,
-                        NULL::jsonb, NULL::boolean, v_head, NULL::double precision, seconds_until(v_next, v_now),
-                        v_cursors;
+    was_due_at := v_head;
+    next_due_s := seconds_until(v_next, v_now);
+    cursors := v_cursors;
+    RETURN NEXT;
 END
 $$;
 
@@ -367,18 +375,19 @@ $$;
 
 -- Picks due runs of a bucket in which runs take turns.
 --
--- While everything that is due fits into p_most it is simply taken. Otherwise the turns are walked from the cursor on,
--- by seeks, a bounded number per call: each that has due work gets an even share, and what is left goes in even shares to
--- those that have more. p_next answers where the walk stands; NULL says that nobody was left out. p_again answers true
--- when the walk has to go on, or somebody could not be had at this moment.
+-- While everything that is due fits into p_most it is simply taken. Otherwise the turns are walked, round and round, by
+-- seeks, a bounded number per call: each that has due work gets an even share, and what is left goes in even shares to
+-- those that have more. p_again answers true when the walk has to go on, or somebody could not be had at this moment.
 --
+--   p_pos       where the walk stands: the last turn that was visited; NULL for a new one
+--   p_stop      where it ends when it has found nothing until then; NULL: where it stands
 --   p_plain_at  the oldest due run without organisation and key, all of which share one turn; NULL for none
 --   p_oldest    one place goes to whoever has waited longest
 CREATE OR REPLACE FUNCTION @schema@.take_turns(
-    p_bucket bigint, p_play text, p_most integer, p_plain_at timestamptz, p_oldest boolean, p_cursor bigint,
-    p_from timestamptz, p_now timestamptz,
+    p_bucket bigint, p_play text, p_most integer, p_plain_at timestamptz, p_oldest boolean,
+    INOUT p_pos bigint, INOUT p_stop bigint, p_from timestamptz, p_now timestamptz,
     INOUT p_ids text[], INOUT p_dues timestamptz[], INOUT p_orgs text[], INOUT p_keys text[], INOUT p_parked boolean,
-    INOUT p_again boolean, OUT p_next bigint
+    INOUT p_again boolean
 )
 LANGUAGE plpgsql
 AS $$
@@ -392,10 +401,10 @@ DECLARE
     v_left    integer := p_most;
     v_seeks   integer := 0;
     v_most    integer;
-    v_pos     bigint := coalesce(p_cursor, c_start);
-    v_around  boolean := v_pos = c_start;  -- whether the walk has passed the end, or began at the start
-    v_stop    CONSTANT bigint := CASE WHEN v_pos = c_start THEN c_keyless ELSE v_pos END;  -- the last turn of the walk
-    v_through boolean := false;          -- everybody was visited
+    v_pos     bigint := coalesce(p_pos, c_start);
+    v_stop    CONSTANT bigint := CASE WHEN v_pos = c_start THEN c_keyless ELSE coalesce(p_stop, v_pos) END;
+    v_around  boolean := v_pos < v_stop;  -- the end of the turns was passed, or the walk began at the start
+    v_through boolean := coalesce(p_stop = v_pos, false);  -- everybody was visited
     v_passes  integer := 0;
     v_total   integer;
     v_plain   integer;
@@ -422,32 +431,34 @@ DECLARE
     g_wants   integer[];
     g_sharers integer[];
 BEGIN
-    IF p_cursor IS NULL THEN
-        SELECT array_agg(g.turn), array_agg(g.subturn), array_agg(g.org_id), array_agg(g.concurrency_key),
-               array_agg(g.n), sum(g.n)
-          INTO g_turns, g_subs, g_orgs, g_keys, g_wants, v_total
-          FROM (SELECT d.turn, d.subturn, min(d.org_id) AS org_id, min(d.concurrency_key) AS concurrency_key,
-                       count(*)::integer AS n
-                  FROM (SELECT r.turn, r.subturn, r.org_id, r.concurrency_key FROM runs r
-                         WHERE r.bucket = p_bucket AND r.status IN ('queued', 'waiting') AND r.turn >= 0
-                           AND r.due_at >= p_from AND r.due_at <= p_now
-                           AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
-                           AND r.run_id <> ALL (p_ids)
-                         ORDER BY r.due_at LIMIT p_most + 1) d
-                 GROUP BY d.turn, d.subturn) g;
-        IF v_total IS NULL THEN
-            RETURN;
-        ELSIF v_total + (p_plain_at IS NOT NULL)::integer <= p_most THEN
-            SELECT * INTO p_ids, p_dues, p_orgs, p_keys, p_parked, p_again, v_gots
-              FROM take_groups(p_bucket, p_play, g_turns, g_subs, g_orgs, g_keys, g_wants, p_from, p_now,
-                               p_ids, p_dues, p_orgs, p_keys, p_parked, p_again);
-            IF p_plain_at IS NOT NULL THEN
-                SELECT * INTO p_ids, p_dues, p_orgs, p_keys, p_parked
-                  FROM take_plain(p_bucket, p_most - cardinality(p_ids) + v_before, p_from, p_now,
-                                  p_ids, p_dues, p_orgs, p_keys, p_parked);
-            END IF;
-            RETURN;
+    SELECT array_agg(g.turn), array_agg(g.subturn), array_agg(g.org_id), array_agg(g.concurrency_key),
+           array_agg(g.n), sum(g.n)
+      INTO g_turns, g_subs, g_orgs, g_keys, g_wants, v_total
+      FROM (SELECT d.turn, d.subturn, min(d.org_id) AS org_id, min(d.concurrency_key) AS concurrency_key,
+                   count(*)::integer AS n
+              FROM (SELECT r.turn, r.subturn, r.org_id, r.concurrency_key FROM runs r
+                     WHERE r.bucket = p_bucket AND r.status IN ('queued', 'waiting') AND r.turn >= 0
+                       AND r.due_at >= p_from AND r.due_at <= p_now
+                       AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+                       AND r.run_id <> ALL (p_ids)
+                     ORDER BY r.due_at LIMIT p_most + 1) d
+             GROUP BY d.turn, d.subturn) g;
+    IF v_total IS NULL THEN
+        p_pos := NULL;
+        p_stop := NULL;
+        RETURN;
+    ELSIF v_total + (p_plain_at IS NOT NULL)::integer <= p_most THEN
+        SELECT * INTO p_ids, p_dues, p_orgs, p_keys, p_parked, p_again, v_gots
+          FROM take_groups(p_bucket, p_play, g_turns, g_subs, g_orgs, g_keys, g_wants, p_from, p_now,
+                           p_ids, p_dues, p_orgs, p_keys, p_parked, p_again);
+        IF p_plain_at IS NOT NULL THEN
+            SELECT * INTO p_ids, p_dues, p_orgs, p_keys, p_parked
+              FROM take_plain(p_bucket, p_most - cardinality(p_ids) + v_before, p_from, p_now,
+                              p_ids, p_dues, p_orgs, p_keys, p_parked);
         END IF;
+        p_pos := NULL;
+        p_stop := NULL;
+        RETURN;
     END IF;
 
     IF p_oldest THEN
@@ -600,10 +611,14 @@ BEGIN
         END LOOP;
     END LOOP;
 
-    IF v_left <= 0 OR NOT v_through THEN
-        p_next := v_pos;
-    END IF;
     p_again := p_again OR (v_left > 0 AND (NOT v_through OR cardinality(m_turns) > 0));
+    IF v_left > 0 AND v_through THEN
+        p_pos := NULL;
+        p_stop := NULL;
+    ELSE
+        p_pos := v_pos;
+        p_stop := CASE WHEN cardinality(p_ids) = v_before THEN v_stop END;
+    END IF;
 END
 $$;
 

@@ -1,4 +1,4 @@
--- control: cancelling runs.
+-- control: cancelling runs, and failing those that wait.
 --
 -- Lock order: run rows, SKIP LOCKED, then the request's row.
 -- Fence: not finished, repeated in the write. The terminal keeps the request's id, so that a request asked
@@ -91,6 +91,71 @@ BEGIN
       FROM unnest(p_run_ids, p_requests) WITH ORDINALITY AS i (run_id, request, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN unnest(v_done, v_own) AS d (run_id, owner) ON d.run_id = i.run_id
+      LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = r.terminal_seq;
+END
+$$;
+
+-- Ends parked runs as failed without waking them: their owner, or an operator, knows that what they wait for will not
+-- come. Fenced by the very wait that the caller has judged: its kind, its key and the attempt that parked on it. No
+-- attempt is begun for it and no run.resumed is told: if the failure does not happen, the wait is as it was.
+--
+-- The guards are evaluated in a statement after the lock: requests to cancel are recorded without it, and one that was
+-- committed while the lock was sought wins.
+--
+-- answer: failed (this request won, now or before) | fence_lost (the run waits, but not as judged: for something else,
+-- since another attempt, for what has come meanwhile, or with a request to cancel) | not_applicable (it does not wait)
+-- | busy (the row is locked: ask again) | missing. woke: its parent has a wake now.
+CREATE OR REPLACE FUNCTION @schema@.fail_waiting(
+    p_run_ids text[], p_attempts integer[], p_kinds text[], p_keys text[], p_requests text[], p_errors jsonb[],
+    p_by text[]
+) RETURNS TABLE (ord integer, answer text, status text, woke boolean)
+LANGUAGE plpgsql
+@seek@
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now  timestamptz;
+    v_free text[];
+BEGIN
+    PERFORM require_read_committed();
+    SELECT array_agg(t.run_id) INTO v_free
+      FROM (SELECT r.run_id FROM unnest(p_run_ids) AS i (run_id)
+              JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
+             WHERE r.wait_kind IS NOT NULL
+               FOR NO KEY UPDATE OF r SKIP LOCKED) t;
+    v_now := clock();
+
+    WITH ended AS (
+        UPDATE runs r
+           SET status = 'failed', due_at = 'infinity', finished_at = v_now,
+               wait_kind = NULL, wait_key = NULL, wait_until = NULL,
+               terminal_seq = r.last_seq + 1, last_seq = r.last_seq + 1,
+               lane_due_at = CASE WHEN r.lane_pending THEN r.lane_due_at ELSE v_now END
+          FROM unnest(p_run_ids, p_attempts, p_kinds, p_keys, p_requests, p_errors, p_by)
+               AS i (run_id, attempt, kind, key, request, error, by)
+         WHERE i.run_id = ANY (v_free) AND r.run_id = ANY (ARRAY[i.run_id])
+           AND r.attempt = i.attempt AND r.wait_kind = i.kind AND r.wait_key = i.key
+           AND NOT EXISTS (SELECT 1 FROM waits c WHERE c.run_id = i.run_id AND c.key = i.key AND c.done_at IS NOT NULL OFFSET 0)
+           AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = i.run_id OFFSET 0)
+        RETURNING r.run_id, r.attempt, r.failures, r.last_seq, r.parent_id, i.request, i.error, i.by
+    ), woken AS (
+        INSERT INTO wakes (created_at, run_id) SELECT DISTINCT v_now, parent_id FROM ended WHERE parent_id IS NOT NULL
+    )
+    INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
+    SELECT run_id, 0, last_seq, 'run.failed', v_now,
+           jsonb_build_object('attempt', attempt, 'failures', failures, 'error', error, 'request_id', request, 'by', by)
+      FROM ended;
+
+    RETURN QUERY
+    SELECT i.ord::integer,
+           CASE WHEN r.run_id IS NULL THEN 'missing'
+                WHEN r.status = 'failed' AND f.payload ->> 'request_id' = i.request THEN 'failed'
+                WHEN r.wait_kind IS NULL THEN 'not_applicable'
+                WHEN i.run_id = ANY (v_free) THEN 'fence_lost'
+                ELSE 'busy' END,
+           r.status, coalesce(r.parent_id IS NOT NULL AND r.status = 'failed', false)
+      FROM unnest(p_run_ids, p_requests) WITH ORDINALITY AS i (run_id, request, ord)
+      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = r.terminal_seq;
 END
 $$;

@@ -23,7 +23,7 @@ $$;
 -- The advisory lock of a limit.
 CREATE OR REPLACE FUNCTION @schema@.limit_lock(p_kind text, p_name text) RETURNS bigint
 LANGUAGE sql STABLE PARALLEL SAFE
-AS $$ SELECT hashtextextended(concat_ws(E'\x1f', '@schema@', p_kind, p_name), 3) $$;
+AS $$ SELECT hashtextextended(concat_ws(E'\x1f', '@schema@', p_kind, p_name), 4) $$;
 
 -- How many more attempts a limit leaves room for, at most p_most; p_most where there is no limit, zero or less where it
 -- is full. PL/pgSQL, because its plans are kept; without planner settings, because their callers have them.
@@ -79,20 +79,17 @@ AS $$
 DECLARE
     v_fresh text[];
 BEGIN
-    -- Ordered, so that two hosts that start at once cannot deadlock; what stands as it should is not touched.
+    PERFORM pg_advisory_xact_lock(limit_lock('', ''));  -- hosts that start at once, one after the other
     WITH wanted AS (
         SELECT k.kind, i.name, k.max_running
           FROM unnest(p_plays, p_max_running, p_max_per_key) AS i (name, max_running, max_per_key)
          CROSS JOIN LATERAL (VALUES ('play', i.max_running), ('key', i.max_per_key)) AS k (kind, max_running)
     ), lifted AS (
-        DELETE FROM limits l USING (
-            SELECT s.kind, s.name FROM wanted w
-              JOIN limits s ON s.kind = w.kind AND s.name = ANY (ARRAY[w.name])
-             WHERE w.max_running IS NULL ORDER BY s.kind, s.name FOR UPDATE OF s) gone
-         WHERE l.kind = gone.kind AND l.name = ANY (ARRAY[gone.name])
+        DELETE FROM limits l USING wanted w
+         WHERE w.max_running IS NULL AND l.kind = w.kind AND l.name = ANY (ARRAY[w.name])
     ), made AS (
         INSERT INTO limits AS l (kind, name, max_running)
-        SELECT kind, name, max_running FROM wanted WHERE max_running IS NOT NULL ORDER BY kind, name
+        SELECT kind, name, max_running FROM wanted WHERE max_running IS NOT NULL
         ON CONFLICT (kind, name) DO UPDATE SET max_running = excluded.max_running
          WHERE l.max_running <> excluded.max_running
         RETURNING l.kind, l.name, (xmax = 0) AS fresh

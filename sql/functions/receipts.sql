@@ -29,7 +29,8 @@
 --   p_leases_s  seconds after which another holder of the same attempt may take it; NULL: while the attempt lives
 --
 -- answer: claimed (run the function) | completed, skipped, failed (recorded: output, error) | conflict (recorded for
--- another function) | held (by another holder of this attempt) | busy (ask again) | lost (the fence is gone).
+-- another function) | held (by another holder of this attempt) | busy (ask again) | lost (the fence is gone) | rest
+-- (recorded, but more than 8 MiB of outputs come before it in this answer: ask again).
 CREATE OR REPLACE FUNCTION @schema@.claim_receipts(
     p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_keys text[], p_functions text[], p_leases bigint[],
     p_leases_s double precision[]
@@ -75,7 +76,7 @@ BEGIN
     END IF;
 
     WITH free AS (
-        SELECT i.*
+        SELECT i.*, r.failures
           FROM unnest(p_run_ids, p_attempts, p_tokens, p_keys, p_functions, p_leases, p_leases_s)
                AS i (run_id, attempt, token, key, function, lease, lease_s)
           JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
@@ -89,23 +90,31 @@ BEGIN
            heartbeat_at = NULL, lease_expires_at = v_now + make_interval(secs => i.lease_s),
            state = 'claimed', function = i.function, error = NULL
       FROM free i
-     WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key]) AND NOT c.final
-       AND c.attempt <= i.attempt;
+     WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+       AND receipt_claimable(c, i.attempt, i.lease, i.failures, v_now);
 
     RETURN QUERY
-    SELECT i.ord::integer,
-           CASE WHEN r.run_id IS NULL THEN 'lost'
-                WHEN c.run_id IS NULL OR receipt_claimable(c, i.attempt, i.lease, r.failures, v_now) THEN 'busy'
-                WHEN c.finished_at IS NOT NULL THEN CASE c.function WHEN i.function THEN c.state ELSE 'conflict' END
-                WHEN c.lease = i.lease THEN 'claimed'
-                ELSE 'held' END,
-           c.function, c.tries, c.output, c.error
-      FROM unnest(p_run_ids, p_attempts, p_tokens, p_keys, p_functions, p_leases) WITH ORDINALITY
-           AS i (run_id, attempt, token, key, function, lease, ord)
-      LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
-                      AND r.attempt = i.attempt AND r.lease_token = i.token
-      LEFT JOIN receipts c ON r.run_id IS NOT NULL AND c.run_id = ANY (ARRAY[i.run_id])
-                          AND c.key = ANY (ARRAY[i.key]);
+    WITH found AS (
+        SELECT i.ord::integer AS ord,
+               CASE WHEN r.run_id IS NULL THEN 'lost'
+                    WHEN c.run_id IS NULL OR receipt_claimable(c, i.attempt, i.lease, r.failures, v_now) THEN 'busy'
+                    WHEN c.finished_at IS NOT NULL
+                    THEN CASE c.function WHEN i.function THEN c.state ELSE 'conflict' END
+                    WHEN c.lease = i.lease THEN 'claimed'
+                    ELSE 'held' END AS answer,
+               c.function, c.tries, c.output, c.error,
+               sum(pg_column_size(c.output)) OVER (
+                   ORDER BY i.ord ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+          FROM unnest(p_run_ids, p_attempts, p_tokens, p_keys, p_functions, p_leases) WITH ORDINALITY
+               AS i (run_id, attempt, token, key, function, lease, ord)
+          LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
+                          AND r.attempt = i.attempt AND r.lease_token = i.token
+          LEFT JOIN receipts c ON r.run_id IS NOT NULL AND c.run_id = ANY (ARRAY[i.run_id])
+                              AND c.key = ANY (ARRAY[i.key])
+    )
+    SELECT f.ord, CASE WHEN f.before > 8388608 AND f.output IS NOT NULL THEN 'rest' ELSE f.answer END,
+           f.function, f.tries, CASE WHEN f.before > 8388608 THEN NULL ELSE f.output END, f.error
+      FROM found f;
 END
 $$;
 

@@ -190,6 +190,7 @@ CREATE TABLE @schema@.hosts (
     pid         integer     NOT NULL,
     name        text        NOT NULL,
     version     text        NOT NULL,
+    gateway_url text,                       -- where runners in sandboxes reach it
     buckets     bigint[]    NOT NULL DEFAULT '{}'  -- what it claims from
 ) WITH (fillfactor = 50);
 

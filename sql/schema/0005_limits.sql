@@ -5,7 +5,8 @@
 
 CREATE TABLE @schema@.limits (
     max_running  integer     NOT NULL CHECK (max_running >= 0),
-    kind         text COLLATE "C" NOT NULL CHECK (kind IN ('play', 'org', 'key')),
-    name         text COLLATE "C" NOT NULL,  -- of the play or organisation; 'key': of the play, for each of its keys
+    kind         text COLLATE "C" NOT NULL CHECK (kind IN ('play', 'org', 'key', 'sandbox', 'sandbox_org')),
+    name         text COLLATE "C" NOT NULL,  -- of the play or organisation; 'key': of the play, for each of its keys;
+                                           -- 'sandbox': of the provider, '' for all; 'sandbox_org': of the organisation
     PRIMARY KEY (kind, name)
 );

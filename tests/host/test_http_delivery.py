@@ -18,8 +18,6 @@ from tests.support.proxies import actor_proxy
 from tests.support.receivers import Answer, Asked, Said, results, scripted_receiver
 from tests.support.receiving import SECRET, drop_ledger, open_receiver
 
-MARGIN_S = 0.1  # for a busy machine
-
 
 @play("talks")
 async def talks(ctx: Context, data: int) -> int:
@@ -151,6 +149,7 @@ async def test_a_budget_that_ends_during_a_request_gives_the_lane_back(hosts: Ho
     ):
         # Nobody of host a's own claims lanes: whoever delivers after it is the other host.
         proxy.blackhole("outbox")
+        waits = []
         for _ in range(3):
             came.clear()
             await a.submit(talks, 0, delay=3600)
@@ -160,7 +159,10 @@ async def test_a_budget_that_ends_during_a_request_gives_the_lane_back(hosts: Ho
                     await trio.sleep(0.001)
             (asked_at, first), (again_at, second) = came[:2]
             assert (first, second) == ("a", "b")
-            # The budget, and 100 ms for giving the lane back, claiming it elsewhere and the request.
-            assert 0.2 <= again_at - asked_at <= 0.25 + 0.1 + MARGIN_S
+            waits.append(again_at - asked_at)
             await delivered(hosts)
             assert receiver.open == 0
+        # The budget, and 100 ms for giving the lane back, claiming it elsewhere and the request; a busy machine may
+        # take longer once.
+        assert 0.2 <= min(waits) <= 0.25 + 0.1
+        assert max(waits) < 1.5

@@ -226,7 +226,7 @@ async def test_a_budget_that_ends_gives_the_lane_back_and_another_host_delivers_
             times.setdefault("there", trio.current_time())
             return await good.append_many(deliveries)
 
-    long = {"delivery_timeout_s": 30.0, "lane_lease_s": 60.0, "backstop_s": 30.0}
+    long: dict[str, Any] = {"delivery_timeout_s": 30.0, "lane_lease_s": 60.0, "backstop_s": 30.0}
     mine = hosts.open(ledger=slow, inline_delivery_ms=250, **long)
     async with hosts.open(echo, ledger=Good(), **long), mine as rt:
         busy = await rt.submit("echo", 0, delay=3600)

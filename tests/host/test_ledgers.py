@@ -503,7 +503,12 @@ async def test_an_acknowledgement_whose_answer_is_lost_is_asked_again(hosts: Hos
     """The facts may come again, the same ones; nothing is skipped and nothing is out of order."""
     ledger = Scripted()
     async with actor_proxy(hosts.dsn) as proxy:
-        settings = {"dsn": proxy.dsn, "statement_timeout_s": 1.0, "connect_timeout_s": 2.0, "lane_actors": 1}
+        settings: dict[str, Any] = {
+            "dsn": proxy.dsn,
+            "statement_timeout_s": 1.0,
+            "connect_timeout_s": 2.0,
+            "lane_actors": 1,
+        }
         async with hosts.open(talks, ledger=ledger, **settings) as rt:
             warm = await rt.submit(talks, 1)
             await warm.result(timeout=10)

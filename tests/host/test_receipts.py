@@ -27,6 +27,7 @@ from runtime import (
     play,
 )
 from sql.errors import SerializationLost
+from tests.support.callers import open_caller
 from tests.support.hosts import Hosts, eventually, host_process, until
 
 
@@ -389,14 +390,17 @@ async def test_passing_faults_are_never_recorded(
 
 
 async def test_a_cancelled_step_is_released_and_may_be_called_again(hosts: Hosts, tally: Tally) -> None:
+    limit = trio.CancelScope()
+
     async def slow() -> str:
         if tally("slow") == 1:
+            limit.cancel()
             await trio.sleep_forever()
         return "done"
 
     @play("cut")
     async def cut(ctx: Context) -> str:
-        with trio.move_on_after(0.1):
+        with limit:
             await ctx.step("slow", slow)
         return str(await ctx.step("slow", slow))
 
@@ -434,6 +438,52 @@ async def test_a_shutdown_records_nothing_and_the_next_host_runs_the_step(hosts:
         assert (tally.of("before"), tally.of("slow")) == (1, 2)
         found = {step.key: (step.state, step.attempt, step.tries) for step in await rt.steps(handle.run_id)}
         assert found == {"before": ("completed", 1, 1), "slow": ("completed", 2, 2)}
+        await hosts.check([handle.run_id])
+
+
+async def test_what_is_done_when_the_host_stops_is_still_recorded(hosts: Hosts, tally: Tally) -> None:
+    go = trio.Event()
+
+    async def work() -> int:
+        await go.wait()
+        return tally("work")
+
+    @play("late")
+    async def late(ctx: Context) -> int:
+        result: int = await ctx.step("work", work)
+        return result
+
+    async with open_caller(hosts.dsn, hosts.schema) as caller, hosts.open(late, grace_s=0.0) as rt:
+        handle = await rt.submit(late)
+
+        async def claimed() -> bool:
+            return bool(await hosts.value("SELECT count(*) FROM @.receipts"))
+
+        await eventually(claimed)
+        # The end of the step finds its receipt held by somebody, and the host stops meanwhile.
+        await caller.begin()
+        await caller.execute(f"SELECT FROM {hosts.schema}.receipts FOR UPDATE")
+        go.set()
+
+        async def done() -> bool:
+            return tally.of("work") == 1
+
+        await eventually(done)
+        async with trio.open_nursery() as nursery:
+
+            async def let_go() -> None:
+                await eventually(stopping)
+                await caller.rollback()
+
+            async def stopping() -> bool:
+                return bool(rt.readiness()["draining"])
+
+            nursery.start_soon(let_go)
+            rt.hurry()
+    assert await hosts.value("SELECT state FROM @.receipts") == "completed"
+    async with hosts.open(late) as rt:
+        assert await rt.handle(handle.run_id).result(timeout=10) == 1
+        assert tally.of("work") == 1
         await hosts.check([handle.run_id])
 
 
@@ -622,7 +672,8 @@ async def test_a_step_in_flight_holds_the_park(hosts: Hosts, tally: Tally) -> No
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(work)
-            await ctx.sleep(0.4, key="nap")
+            await ctx.sleep(1.0, key="nap")
+            await ctx.sleep(2.0, key="nap")
         return ctx.attempt
 
     async with hosts.open(beside, park_after_s=0.0) as rt:

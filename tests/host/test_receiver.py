@@ -271,6 +271,34 @@ async def test_a_lane_that_somebody_applies_to_is_answered_at_once(dsn: str, sch
         assert outcomes(await post(receiver, delivery("held", first=2))) == ["applied"]
 
 
+async def test_two_receivers_may_keep_one_ledger(dsn: str, schema: str) -> None:
+    """The same deliveries at both at once, in different orders: each is applied once, nobody waits for the other."""
+    async with (
+        open_receiver(dsn, schema, unproven=True) as first,
+        open_receiver(dsn, schema, unproven=True) as second,
+    ):
+        records = [delivery(f"r{number}", first=1, last=3) for number in range(40)]
+        said: list[str] = []
+
+        async def send(receiver: Receiver, mine: list[dict[str, Any]]) -> None:
+            left = mine
+            while left:
+                found = outcomes(await post(receiver, *left))
+                said.extend(found)
+                left = [one for one, outcome in zip(left, found, strict=True) if outcome == "retry"]
+
+        with trio.fail_after(10.0):
+            async with trio.open_nursery() as nursery:
+                for receiver, mine in ((first, records), (second, records[::-1])):
+                    nursery.start_soon(send, receiver, mine)
+        assert said.count("applied") == 40
+        assert set(said) <= {"applied", "duplicate", "retry"}
+        (row,) = await ledger_rows(
+            dsn, schema, "SELECT count(*), sum(applied_seq), (SELECT count(*) FROM @.facts) FROM @.cursors"
+        )
+        assert tuple(row) == (40, 120, 120)
+
+
 async def test_what_cannot_be_stored_is_refused_alone(dsn: str, schema: str) -> None:
     async with open_receiver(dsn, schema, unproven=True) as receiver:
         bad = delivery("bad")

@@ -513,3 +513,36 @@ async def test_a_key_that_named_another_wait_is_refused_on_replay(hosts: Hosts) 
         handle = await rt.submit(changes)
         with pytest.raises(RunFailed, match="'one' is a wait for a sleep in this run, not for event 'e'"):
             await handle.result(timeout=10)
+
+
+# --- failing what waits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.modes
+async def test_a_waiting_run_is_failed_without_waking(hosts: Hosts) -> None:
+    begun: list[int] = []
+
+    @play("waits")
+    async def waits(ctx: Context) -> None:
+        begun.append(ctx.attempt)
+        await ctx.wait_approval()
+
+    async with hosts.open(waits) as rt:
+        handle = await rt.submit(waits)
+        assert (await rt.fail(handle.run_id, "too early")).outcome in ("not_applicable", "failed")
+        handle = await rt.submit(waits)
+        await until(rt, handle.run_id, "waiting")
+        begun.clear()
+        outcome = await rt.fail(handle.run_id, "nobody will answer", by="ada")
+        assert (outcome.won, outcome.outcome, outcome.status) == (True, "failed", "failed")
+        with pytest.raises(RunFailed, match="FailedWhileWaiting: nobody will answer"):
+            await handle.result(timeout=5)
+        again = await rt.fail(handle.run_id, "nobody will answer")
+        assert (again.won, again.outcome, again.status) == (False, "not_applicable", "failed")
+        assert begun == []
+        with pytest.raises(RunNotFound):
+            await rt.fail("nobody", "why")
+        for reason in ("", "x" * 2001, "a\x00"):
+            with pytest.raises(InputRefused, match="reason"):
+                await rt.fail(handle.run_id, reason)
+        await hosts.check([handle.run_id])

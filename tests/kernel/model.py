@@ -197,6 +197,7 @@ class RunModel:
     fences: list[tuple[int, int]] = attrs.field(factory=list)  # every attempt and token there was
     marks: list[tuple[float, str]] = attrs.field(factory=list)
     cancelled_by: str | None = None
+    failed_by: str | None = None
     terminal_seq: int | None = None
     wait_seq: int | None = None
 
@@ -462,6 +463,18 @@ class RunModel:
             if child.parent == self.run_id and not child.over:
                 child.marks.append((now, f"parent:{self.run_id}"))
         return "cancelled"
+
+    def fail_waiting(self, now: float, attempt: int, kind: str, key: str, request: str) -> str:
+        if self.status == "failed" and self.failed_by == request:
+            return "failed"
+        if self.status != "waiting" or self.wait is None:
+            return "not_applicable"
+        wait = self.waits[self.wait]
+        if (self.attempt, wait.kind, wait.key) != (attempt, kind, key) or wait.done or self.marks:
+            return "fence_lost"
+        self.finish(now, "failed")
+        self.failed_by = request
+        return "failed"
 
     def expire(self, now: float) -> str:
         """What a pass does to a running run whose due time has come."""

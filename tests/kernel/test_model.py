@@ -469,6 +469,20 @@ class KernelMachine(RuleBasedStateMachine):
         expected = run.cancel(self.model.now, request)
         assert self.twice(self.kernel.cancel, run.run_id, request, mark=mark) == expected
 
+    @precondition(
+        lambda self: self.many_open() and any(r.status == "waiting" for r in self.model.runs.values())
+    )
+    @rule(pick=index, any_run=seldom, wrong=seldom, request=st.sampled_from(["f", "g"]))
+    def fail_waiting(self, pick: int, any_run: bool, wrong: bool, request: str) -> None:
+        waiting = [run for run in self.model.runs.values() if run.status == "waiting"]
+        run = self.run(pick) if any_run else waiting[pick % len(waiting)]
+        key = run.wait or "a"
+        kind = run.waits[key].kind if key in run.waits else "sleep"
+        attempt = run.attempt - 1 if wrong else run.attempt
+        expected = run.fail_waiting(self.model.now, attempt, kind, key, request)
+        answer = self.twice(self.kernel.fail_waiting, run.run_id, attempt, kind, key, request)
+        assert (answer.answer, answer.status) == (expected, run.status)
+
     @precondition(many_open)
     @rule(pick=index, request=st.sampled_from(["q", "s"]))
     def request_cancel(self, pick: int, request: str) -> None:

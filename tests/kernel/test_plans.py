@@ -335,6 +335,16 @@ async def _cancel_family(kernel: Kernel, batch: Batch) -> None:
     assert await control.sweep(kernel.session, limit=100) == (ITEMS, 0)
 
 
+async def _fail_waiting(kernel: Kernel, batch: Batch) -> None:
+    for item in batch.items:
+        await kernel.park(item, nap=600.0)
+    for _ in range(2):
+        answers = [
+            await kernel.fail_waiting(item.run_id, item.attempt, "sleep", "nap") for item in batch.items
+        ]
+        assert {answer.answer for answer in answers} == {"failed"}
+
+
 async def _append(kernel: Kernel, batch: Batch) -> None:
     said = [saying(item, n, Lane(n % 2)) for item in batch.items for n in (2, 3)]
     for _ in range(2):
@@ -527,6 +537,7 @@ CALLS: dict[str, Call] = {
     "wait for events": _wait_for_events,
     "start children": _start_children,
     "cancel a family": _cancel_family,
+    "fail waiting": _fail_waiting,
     "append": _append,
     "cancel": _cancel,
     "cancel_run and sweep": _cancel_run_and_sweep,

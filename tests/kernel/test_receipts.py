@@ -458,6 +458,25 @@ async def test_answers_are_aligned_over_many_runs(dsn: str, schema: str) -> None
         await check_invariants(kernel.session)
 
 
+async def test_an_answer_is_of_bounded_size_and_the_rest_is_asked_for_again(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        item = await kernel.started()
+        keys = [f"k{n}" for n in range(5)]
+        await kernel.execute("ALTER TABLE @schema@.receipts ALTER COLUMN output SET STORAGE EXTERNAL")
+        await receipts.claim(kernel.session, claims(item, *keys))
+        large = '"' + "x" * 3_000_000 + '"'
+        await receipts.settle(
+            kernel.session, [attrs.evolve(one, payload=large) for one in ends(item, "completed", *keys)]
+        )
+        live = await next_attempt(kernel, item)
+        asked = claims(live, *keys, "new")
+        answers = await receipts.claim(kernel.session, asked)
+        assert [answer.answer for answer in answers] == ["completed"] * 3 + ["rest"] * 2 + ["claimed"]
+        assert [answer.output for answer in answers] == [large] * 3 + [None] * 3
+        answers = await receipts.claim(kernel.session, asked[3:])
+        assert [answer.answer for answer in answers] == ["completed", "completed", "claimed"]
+
+
 async def test_pages_of_steps_go_by_key(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()

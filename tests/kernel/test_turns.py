@@ -137,24 +137,64 @@ async def test_those_who_only_sleep_cost_their_neighbours_nothing(dsn: str, sche
         assert (answer.items, answer.next_due_s, answer.stand.walking) == ([], 60.0, False)
 
 
-async def test_a_walk_that_is_not_through_goes_on_where_it_stopped(dsn: str, schema: str) -> None:
+async def walk_to_the_end(
+    kernel: Kernel, stand: claim.Stand, limit: int
+) -> tuple[Counter[str | None], int, float | None]:
+    """Claim as a host does until nobody's turn is left: who was claimed, in how many claims, when the next is due."""
+    taken: Counter[str | None] = Counter()
+    for count in range(1, 40):
+        answer = await kernel.claim_answer(limit, stand=claim.Stand(None, stand.cursors))
+        stand = answer.stand
+        taken += by_org(answer.items)
+        if len(answer.items) < limit and not stand.walking:
+            return taken, count, answer.next_due_s
+        assert answer.next_due_s is not None
+        assert answer.next_due_s <= 0
+    raise AssertionError(f"still walking after {count} claims that took {taken}")
+
+
+@pytest.mark.parametrize("sleepers", [255, 256, 257, 600, 1100])
+async def test_a_walk_among_sleepers_goes_on_until_it_is_through(
+    dsn: str, schema: str, sleepers: int
+) -> None:
     async with open_kernel(dsn, schema) as kernel:
-        await queue_many(kernel, 1, orgs=600, delay_s=3600.0)
+        await queue_many(kernel, 1, orgs=sleepers, delay_s=3600.0)
         await queue(kernel, 4, "a")
         await queue(kernel, 4, "b")
-        taken: Counter[str | None] = Counter()
-        stand = claim.Stand()
-        claims = 0
-        while taken.total() < 8:
-            claims += 1
-            answer = await kernel.claim_answer(3, stand=claim.Stand(None, stand.cursors))
-            stand = answer.stand
-            taken += by_org(answer.items)
-            assert answer.next_due_s is not None
-            assert answer.next_due_s <= 0 or taken.total() == 8
+        taken, count, next_due_s = await walk_to_the_end(kernel, claim.Stand(), 3)
         assert taken == {"a": 4, "b": 4}
-        assert claims <= 9
-        assert (await kernel.claim_answer(3)).next_due_s == pytest.approx(3600.0, abs=60.0)
+        assert count <= 16
+        assert next_due_s == pytest.approx(3600.0, abs=60.0)
+
+
+@pytest.mark.parametrize("full", [100, 255, 256, 257, 511, 1100])
+async def test_a_walk_among_full_limits_goes_on_until_it_is_through(dsn: str, schema: str, full: int) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        await queue_many(kernel, 2, orgs=full)
+        await kernel.execute(
+            "INSERT INTO @schema@.limits (kind, name, max_running) SELECT 'org', 'org-' || n, 0 "
+            "FROM generate_series(1, $1::integer) AS n",
+            full,
+        )
+        for cursors in ((), await _somewhere(kernel)):
+            taken, count, next_due_s = await walk_to_the_end(kernel, claim.Stand(None, cursors), 3)
+            assert (taken, next_due_s) == ({}, None)
+            assert count <= full // 250 + 2
+        await queue(kernel, 2, "free")
+        taken, count, next_due_s = await walk_to_the_end(kernel, claim.Stand(), 3)
+        assert (taken, next_due_s) == ({"free": 2}, None)
+        assert count <= 2 * (full // 250 + 2)
+
+
+async def _somewhere(kernel: Kernel) -> tuple[int | None, ...]:
+    """A walk that was left after it had found somebody."""
+    await queue(kernel, 3, "found")
+    answer = await kernel.claim_answer(1)
+    while not answer.items:
+        answer = await kernel.claim_answer(1, stand=answer.stand)
+    assert answer.stand.walking
+    await kernel.execute("DELETE FROM @schema@.runs WHERE org_id = 'found' AND status = 'queued'")
+    return answer.stand.cursors
 
 
 async def test_a_locked_run_of_a_turn_holds_up_nobody(dsn: str, schema: str) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import attrs
 import trio
 
 from runtime import JsonCodec, Ledger, Play, RunStatus, Runtime, RuntimeConfig
+from runtime.sandboxes import SandboxProvider
 from sql import reconcile
 from sql.connection import Session, SessionOptions, open_session
 from tests.support import servers
@@ -71,10 +72,18 @@ class Hosts:
         return RuntimeConfig(**settings)
 
     @asynccontextmanager
-    async def open(self, *plays: Play, ledger: Ledger | None = None, **more: Any) -> AsyncIterator[Runtime]:
+    async def open(
+        self,
+        *plays: Play,
+        ledger: Ledger | None = None,
+        sandboxes: Mapping[str, SandboxProvider] | None = None,
+        **more: Any,
+    ) -> AsyncIterator[Runtime]:
         """A host of these plays in this process. ``more`` are settings, and the codec."""
         codec: JsonCodec | None = more.pop("codec", None)
-        async with Runtime.open(self.config(**more), plays=plays, ledger=ledger, codec=codec) as runtime:
+        async with Runtime.open(
+            self.config(**more), plays=plays, ledger=ledger, codec=codec, sandboxes=sandboxes
+        ) as runtime:
             yield runtime
 
     async def ask(self, *statements: str) -> list[Any]:

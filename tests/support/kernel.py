@@ -281,6 +281,15 @@ class Kernel:
         )
         return answer.answer
 
+    async def fail_waiting(
+        self, run_id: str, attempt: int, kind: str, key: str, request_id: str = "f"
+    ) -> control.Failed:
+        error = json.dumps({"error_type": "FailedWhileWaiting", "message": "why", "traceback": None})
+        (answer,) = await control.fail(
+            self.session, [control.Failure(run_id, attempt, kind, key, request_id, error, "tester")]
+        )
+        return answer
+
     async def expire(self, limit: int = 100, crash_cap: int = 5) -> timers.Expiry:
         return await timers.expire(self.session, limit=limit, crash_cap=crash_cap)
 

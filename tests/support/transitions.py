@@ -282,6 +282,10 @@ def _cancelling(name: str, *, mark: bool) -> Transition:
     return Transition(name, Situation(), call, ("busy", "pending", "missing"))
 
 
+async def _fail_waiting(kernel: Kernel, subject: Subject) -> Any:
+    return await kernel.fail_waiting(subject.run_id, 1, "sleep", "nap")
+
+
 async def _cancel_run(kernel: Kernel, subject: Subject) -> Any:
     return await kernel.fetchval(
         """SELECT @schema@.cancel_run($1, '{"request_id": "door"}')""", subject.run_id
@@ -375,6 +379,7 @@ TRANSITIONS = {
         Transition("mark step", Situation(run="running"), _mark_step, ("busy",)),
         _cancelling("cancel", mark=False),
         _cancelling("cancel or mark", mark=True),
+        Transition("fail waiting", Situation(run="waiting"), _fail_waiting, ("busy",)),
         Transition("cancel_run", Situation(), _cancel_run, hint=True),
         Transition("sweep", Situation(marked=True), _sweep, (None,)),
         Transition("expire", Situation(run="over"), _expire, (None,)),

@@ -1,0 +1,234 @@
+"""Detached plays: a sandbox is reserved, made and handed over; a silent one is judged; an unneeded one deleted.
+
+Owns what the actors ask of sandbox providers, and in which order a launch writes down what it does: the obligation to
+delete comes before the sandbox. It never touches the database itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+
+import attrs
+import trio
+
+from actors.attempts import Attempt, Why
+from actors.cleanup import Delete, Step
+from actors.core import Mailbox, bounded_cleanup
+from actors.custody import Entry, GivenUp
+from actors.executors import released
+from actors.liveness import Judge, Judgement
+from runtime.executor import Executor
+from runtime.plays import Play
+from runtime.runner_tokens import Bearer, RunnerTokens
+from runtime.sandboxes import Inspection, SandboxProvider, SandboxRef, SandboxSpec
+from sql.errors import CapacityUnavailable, Deferral, DependencyUnavailable
+from sql.runners import Detachment, Silent, Verdict
+from sql.sandboxes import Custody, Obligation, Reservation
+from sql.settle import Settlement
+
+log = logging.getLogger("runlane.detached")
+
+# What a runner is told through its environment.
+GATEWAY = "RUNLANE_RUNNER_GATEWAY"
+TOKEN = "RUNLANE_RUNNER_TOKEN"
+PLAYS = "RUNLANE_RUNNER_PLAYS"
+
+_RETRY_S = 5.0
+_WRITE_S = 10.0
+# A runner whose sandbox lives, but that has not been heard of for this many timeouts, is frozen: it is taken for lost.
+_FROZEN_AFTER = 3.0
+# A sandbox that lives and was never heard of may still be starting.
+_STARTED_WITHIN_S = 120.0
+# A token outlives the ceiling by this: a last word may be late.
+_TOKEN_GRACE_S = 3_600.0
+
+
+@attrs.frozen(kw_only=True)
+class Launch:
+    """How runners are started: what they are told, and how long things may take."""
+
+    gateway_url: Callable[[], Awaitable[str]]
+    tokens: RunnerTokens
+    create_s: float
+    heartbeat_timeout_s: float
+
+
+class Launcher:
+    """Starts the runner of a detached play's attempt and hands the attempt over to it."""
+
+    def __init__(
+        self, providers: Mapping[str, SandboxProvider], entries: Mailbox[Entry], launch: Launch
+    ) -> None:
+        self._providers = providers
+        self._entries = entries
+        self._launch = launch
+
+    async def __call__(self, play: Play, attempt: Attempt) -> bool:
+        """True: the attempt is its runner's now. False: it was lost meanwhile.
+
+        Raises CapacityUnavailable and DependencyUnavailable, which cost the run nothing. Whatever happens, the sandbox
+        is deleted unless the attempt was handed over.
+        """
+        assert play.sandbox is not None
+        provider = self._providers[play.sandbox]
+        sandbox = f"rl-{attempt.run_id}.{attempt.attempt}.{attempt.token % 2**32:08x}"
+        answer = await self._tell(
+            Reservation(attempt.run_id, attempt.attempt, attempt.token, sandbox, provider.key)
+        )
+        if answer == "full":
+            raise CapacityUnavailable(f"no room for another {play.sandbox} sandbox", retry_after=_RETRY_S)
+        if answer != "reserved":
+            return False
+        handed_over = False
+        try:
+            created = None
+            with trio.move_on_after(self._launch.create_s):
+                created = await provider.create(await self._spec(play, attempt, sandbox))
+            if created is None:
+                raise TimeoutError(f"no answer within {self._launch.create_s:g} s")
+            # From here on what we know must not be lost to a stop: it is written down, whoever is in a hurry.
+            with bounded_cleanup(_WRITE_S):
+                await self._tell(Custody(sandbox, created.provider_id, created.routing_domain))
+                detachment = Detachment(
+                    attempt.run_id,
+                    attempt.attempt,
+                    attempt.token,
+                    sandbox,
+                    self._launch.heartbeat_timeout_s,
+                    play.ceiling_s,
+                )
+                handed_over = await self._tell(detachment) == "done"
+        except Exception as exc:  # the provider's own: whatever it raises, there is no sandbox to speak of
+            log.warning("event=sandbox_failed run=%s provider=%s error=%r", attempt.run_id, provider.key, exc)
+            reason = f"sandbox provider {play.sandbox}: {type(exc).__name__}: {exc}"
+            raise DependencyUnavailable(f"sandbox:{play.sandbox}", reason, retry_after=_RETRY_S) from exc
+        finally:
+            if not handed_over:
+                with bounded_cleanup(_WRITE_S):
+                    await self._tell(GivenUp(sandbox))
+        return handed_over
+
+    async def _spec(self, play: Play, attempt: Attempt, sandbox: str) -> SandboxSpec:
+        bearer = Bearer(attempt.run_id, attempt.attempt, attempt.token)
+        ceiling_s = play.ceiling_s
+        lifetime_s = (ceiling_s or 365 * 86_400.0) + _TOKEN_GRACE_S
+        return SandboxSpec(
+            sandbox=sandbox,
+            run_id=attempt.run_id,
+            attempt=attempt.attempt,
+            command=("python", "-m", "runtime", "runner"),
+            env={
+                GATEWAY: await self._launch.gateway_url(),
+                TOKEN: self._launch.tokens.mint(bearer, lifetime_s=lifetime_s),
+                PLAYS: play.home,
+            },
+            memory_bytes=play.memory_bytes,
+            cpu_s=play.cpu_s,
+            ceiling_s=None if ceiling_s is None else ceiling_s + self._launch.heartbeat_timeout_s,
+        )
+
+    async def _tell(self, item: Reservation | Custody | Detachment | GivenUp) -> str:
+        entry = Entry(item)
+        await self._entries.send(entry)
+        return await entry.reply.wait()
+
+
+class LaunchingExecutor:
+    """Executes attempts: of a detached play by launching its runner, of any other here."""
+
+    def __init__(self, plays: Mapping[str, Play], execute: Executor, launch: Launcher) -> None:
+        self._plays = plays
+        self._execute = execute
+        self._launch = launch
+
+    async def __call__(self, attempt: Attempt) -> Settlement | None:
+        """The attempt's settlement; None when there is nothing to settle, or it is its runner's now."""
+        play = self._plays[attempt.claimed.play]
+        if play.sandbox is None:
+            return await self._execute(attempt)
+        failure: Deferral | None = None
+        with attempt.scope:
+            try:
+                await self._launch(play, attempt)
+                return None
+            except Deferral as exc:
+                failure = exc
+        if attempt.why in (Why.CANCELLED, Why.LOST):
+            return None
+        return released(attempt) if failure is None else self._execute.failed(play, attempt, failure)
+
+
+def judge_with(provider: SandboxProvider) -> Judge:
+    """How silent runners of this provider are judged."""
+
+    async def judge(silent: Silent) -> Judgement:
+        if silent.finding == "ceiling":
+            return Judgement(
+                _verdict(
+                    silent, "ceiling", "SandboxTimedOut", "the run was over its ceiling_s in its sandbox"
+                )
+            )
+        try:
+            inspection = await provider.inspect(
+                SandboxRef(silent.sandbox, silent.provider_id, silent.routing_domain)
+            )
+        except Exception as exc:  # the provider's own: nothing is known, so nothing is done
+            log.warning("event=inspection_failed sandbox=%s error=%r", silent.sandbox, exc)
+            return Judgement(None)
+        found = dict(inspection.diagnostics)
+        if inspection.state == "running":
+            patience_s = _FROZEN_AFTER * silent.heartbeat_timeout_s
+            if silent.heartbeat_at is None:
+                patience_s = max(patience_s, _STARTED_WITHIN_S)
+            if silent.silent_s < patience_s:
+                return Judgement(None)
+            why = f"its sandbox lives, but it was not heard of for {silent.silent_s:.0f} s"
+        elif inspection.state == "absent":
+            why = "its sandbox is gone"
+        else:
+            why = _why(inspection)
+        return Judgement(_verdict(silent, "lost", "RunnerLost", why), found)
+
+    return judge
+
+
+def _why(inspection: Inspection) -> str:
+    found = inspection.diagnostics
+    code, signal = found.get("exit_code"), found.get("signal")
+    how = f" by {signal}" if signal else "" if code is None else f" with exit code {code}"
+    tail = str(found.get("output_tail") or "").strip()[-1_000:]
+    return f"its sandbox has ended{how}" + (f"; it said: {tail}" if tail else "")
+
+
+def _verdict(silent: Silent, verdict: str, error_type: str, message: str) -> Verdict:
+    record = {"error_type": error_type, "message": message, "sandbox": silent.sandbox, "traceback": None}
+    return Verdict(silent, verdict, json.dumps(record))
+
+
+def delete_with(provider: SandboxProvider) -> Delete:
+    """How sandboxes of this provider are deleted."""
+
+    async def delete(obligation: Obligation, tell: Callable[[Step], None]) -> None:
+        ref = SandboxRef(obligation.sandbox, obligation.provider_id, obligation.routing_domain)
+        outcome = "deleted"
+        try:
+            if obligation.accepted_at is None:
+                outcome = await provider.delete(ref)
+                tell(Step("accepted", outcome, obligation.routing_domain))
+            inspection = await provider.inspect(ref)
+        except Exception as exc:  # the provider's own
+            tell(Step("failed", error=f"{type(exc).__name__}: {exc}"))
+            return
+        kind = "gone" if inspection.state == "absent" else "there"
+        tell(Step(kind, outcome, inspection.routing_domain))
+
+    return delete
+
+
+def longest_s(plays: Mapping[str, Play]) -> float:
+    """The longest that a sandbox of these plays may live; infinite ones count as a year."""
+    ceilings = [play.ceiling_s or math.inf for play in plays.values() if play.sandbox is not None]
+    return min(max(ceilings, default=0.0), 365 * 86_400.0)

@@ -1,0 +1,24 @@
+"""Sandboxes: where detached plays work.
+
+Owns the providers. Which sandbox is needed, who pays for it and when it has to go is the kernel's.
+"""
+
+from __future__ import annotations
+
+from runtime.sandboxes.base import (
+    Created,
+    Inspection,
+    SandboxProvider,
+    SandboxRef,
+    SandboxSpec,
+)
+from runtime.sandboxes.local import LocalProvider
+
+__all__ = [
+    "Created",
+    "Inspection",
+    "LocalProvider",
+    "SandboxProvider",
+    "SandboxRef",
+    "SandboxSpec",
+]
