@@ -31,20 +31,24 @@ _FRONT = 20
 # A probe that takes longer no longer keeps the others waiting.
 _PROBE_S = 30.0
 _SWEEP_EVERY_S = 60.0
-# A slot is asked for when it has come, not a hair before.
+# A slot is granted up to so long ahead, and its holder sleeps until its moment: so one call starts many, and a refusal
+# finds no more than this granted already. Half of it is for asking in company.
+_AHEAD_S = 0.1
+_COMPANY_S = _AHEAD_S / 2
+# The end of a block is not asked for a hair before it has come.
 _SLACK_S = 0.0005
 
 
 @attrs.define(slots=True, eq=False)
 class Acquire:
-    """An attempt wants a slot. ``reply`` is when it was granted, by the database's clock.
+    """An attempt wants a slot. ``reply`` is when it is granted for, by the database's clock and by trio's.
 
     ``most_s``: a wait that is known to be longer is refused at once, as CapacityUnavailable.
     """
 
     slot: door.Slot
     most_s: float = math.inf
-    reply: Reply[datetime] = attrs.field(factory=Reply)
+    reply: Reply[tuple[datetime, float]] = attrs.field(factory=Reply)
 
 
 @attrs.define(slots=True, eq=False)
@@ -107,6 +111,7 @@ class Rates:
     def _sort(self, mail: Sequence[Acquire | Release]) -> None:
         for message in mail:
             if isinstance(message, Acquire):
+                self._forget_one(message.slot.token)  # asked for again: whoever asked before has stopped listening
                 self._wanted[message.slot.token] = message
                 self._at(message, -math.inf)
                 continue
@@ -136,9 +141,10 @@ class Rates:
         """Those whose moment has come, and the front of each line whose turn it is to look."""
         now = trio.current_time()
         due: list[Acquire] = []
-        while self._timed and self._timed[0][0] <= now and len(due) < self._portion.most:
+        until = now + _COMPANY_S if self._timed and self._timed[0][0] <= now else now
+        while self._timed and self._timed[0][0] <= until and len(due) < self._portion.most:
             message = heapq.heappop(self._timed)[2]
-            if message.slot.token in self._wanted:
+            if self._wanted.get(message.slot.token) is message:
                 due.append(message)
         for line in self._lines.values():
             if line.look_at <= now:
@@ -173,7 +179,9 @@ class Rates:
     async def _ask(self, session: Session) -> None:
         async def commit(items: Sequence[Acquire]) -> None:
             with self._portion.adapt():
-                answers = await door.acquire(session, [item.slot for item in items], probe_s=_PROBE_S)
+                answers = await door.acquire(
+                    session, [item.slot for item in items], ahead_s=_AHEAD_S, probe_s=_PROBE_S
+                )
             now = trio.current_time()
             busy = [item for item, answer in zip(items, answers, strict=True) if answer.answer == "busy"]
             if busy:
@@ -200,7 +208,7 @@ class Rates:
         line = self._lines[scope]
         if answer.started_at is not None:
             self._forget_one(item.slot.token)
-            item.reply.set_result(answer.started_at)
+            item.reply.set_result((answer.started_at, now + (answer.wait_s or 0.0)))
             line.look_at = -math.inf  # there may be more for those that are next
             line.backoff.reset()
         elif answer.answer == "unknown":
@@ -215,7 +223,7 @@ class Rates:
         elif answer.answer == "wait":
             assert answer.wait_s is not None
             line.waiting.pop(item.slot.token, None)
-            self._at(item, now + answer.wait_s + _SLACK_S)
+            self._at(item, now + max(answer.wait_s - _COMPANY_S, 0.0))
         else:
             line.waiting.setdefault(item.slot.token, item)
             line.look_at = now + (line.backoff.next() if answer.wait_s is None else answer.wait_s + _SLACK_S)

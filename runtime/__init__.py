@@ -25,8 +25,10 @@ from runtime.ledger import (  # noqa: E402
 )
 from runtime.plays import Play, play  # noqa: E402
 from runtime.postgres_ledger import PostgresLedger  # noqa: E402
+from runtime.rates import Permit  # noqa: E402
 from runtime.schedules import Schedule  # noqa: E402
 from runtime.submit import Submit  # noqa: E402
+from sql.circuits import Circuit  # noqa: E402
 from sql.errors import (  # noqa: E402
     CapacityUnavailable,
     ConfigError,
@@ -57,6 +59,7 @@ from sql.errors import (  # noqa: E402
     WaitTimedOut,
 )
 from sql.limits import Limit  # noqa: E402
+from sql.rates import RateScope  # noqa: E402
 from sql.receipts import StepRecord  # noqa: E402
 from sql.schedules import Fire, ScheduleStatus  # noqa: E402
 from sql.types import (  # noqa: E402
@@ -80,6 +83,7 @@ __all__ = [
     "CancelOutcome",
     "CapacityUnavailable",
     "Child",
+    "Circuit",
     "Client",
     "ConfigError",
     "Context",
@@ -114,9 +118,11 @@ __all__ = [
     "MemoryLedger",
     "OutcomeUnknown",
     "PayloadRefused",
+    "Permit",
     "Play",
     "PlayTimedOut",
     "PostgresLedger",
+    "RateScope",
     "ResultTimeout",
     "Retry",
     "RunCancelled",

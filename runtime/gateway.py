@@ -11,11 +11,11 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 import attrs
 import jsonschema
+import trio
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -354,13 +354,14 @@ class _Gateway:
         message = Acquire(slot, float(body.get("most_s", math.inf)))
         await self._desk.rates.send(message)
         try:
-            granted_at: datetime = await message.reply.wait(_LONG_POLL_S)
+            granted_at, starts = await message.reply.wait(_LONG_POLL_S)
         except OutcomeUnknown:
             raise GatewayRefused(503, "waiting", "no slot yet: ask again") from None
         except CapacityUnavailable as refused:
             return {"refused": "capacity", "reason": str(refused), "retry_after_s": refused.retry_after}
         except InputRefused as refused:
             return {"refused": "unknown", "reason": refused.reason}
+        await trio.sleep_until(starts)
         return {"granted_at": granted_at.isoformat()}
 
     async def rate_release(self, bearer: Bearer, body: Any) -> Mapping[str, Any]:

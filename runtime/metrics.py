@@ -95,6 +95,12 @@ class Metrics:
             ["play", "status"],
             registry=registry,
         )
+        self._attempts_deferred = Counter(
+            "runlane_attempts_deferred",
+            "Attempts that this host put back for want of capacity or of a dependency.",
+            ["play"],
+            registry=registry,
+        )
         self._actor_restarts = Counter(
             "runlane_actor_restarts", "Restarts of an actor after an error.", ["actor"], registry=registry
         )
@@ -188,6 +194,10 @@ class Metrics:
     def ended(self, play: str, status: str, count: int = 1) -> None:
         """``count`` runs of a play ended here with a terminal status."""
         self._runs_ended.labels(play, status).inc(count)
+
+    def deferred(self, play: str, count: int = 1) -> None:
+        """``count`` attempts of a play were deferred."""
+        self._attempts_deferred.labels(play).inc(count)
 
     def set_slots(self, *, used: int, free: int) -> None:
         """The slots of this host now."""

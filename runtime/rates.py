@@ -132,7 +132,9 @@ async def acquire(
     try:
         # An answer to a patient caller takes a round trip, however short its patience.
         with pending(), trio.move_on_after(max(most_s, _PATIENCE_S)):
-            return Permit(slot, await wanted.reply.wait(), mailbox)
+            granted_at, starts = await wanted.reply.wait()
+            await trio.sleep_until(starts)
+            return Permit(slot, granted_at, mailbox)
         raise CapacityUnavailable(f"rate scope {slot.scope}: no slot within {most_s:g} s")
     except BaseException:
         send(mailbox, slot, "unused")

@@ -226,7 +226,7 @@ class _Runner:
             message.reply.set_error(gone)
             return
         if "granted_at" in answer:
-            message.reply.set_result(datetime.fromisoformat(answer["granted_at"]))
+            message.reply.set_result((datetime.fromisoformat(answer["granted_at"]), trio.current_time()))
         elif answer["refused"] == "capacity":
             message.reply.set_error(
                 CapacityUnavailable(answer["reason"], retry_after=answer["retry_after_s"])

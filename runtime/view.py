@@ -138,6 +138,7 @@ class Reports:
         self._observer_logged_at = -math.inf
         self._claimed: Counter[str] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
+        self._deferred: Counter[str] = Counter()
         self._released = 0
 
     def claimed(self, claims: Sequence[Claimed]) -> None:
@@ -153,6 +154,8 @@ class Reports:
             self._ended[item.play, item.outcome] += 1
         elif item.outcome == "released":
             self._released += 1
+        elif item.outcome == "deferred":
+            self._deferred[item.play] += 1
 
     def delivered(self, types: Sequence[str], lags_s: Sequence[float]) -> None:
         """Facts were acknowledged."""
@@ -186,7 +189,10 @@ class Reports:
             self._metrics.claimed(play, count)
         for (play, status), count in self._ended.items():
             self._metrics.ended(play, status, count)
+        for play, count in self._deferred.items():
+            self._metrics.deferred(play, count)
         self._metrics.leases_released(self._released)
         self._claimed.clear()
         self._ended.clear()
+        self._deferred.clear()
         self._released = 0

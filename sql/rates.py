@@ -31,9 +31,14 @@ class Slot:
 
 @attrs.frozen(slots=True)
 class Granted:
-    """``answer``: ``granted`` (at ``started_at``, by the database's clock), ``wait`` (its slot comes in ``wait_s``
-    seconds), ``held`` (its turn depends on others: on the end of a block in ``wait_s`` seconds, or for None on who is
-    in flight or probes), ``busy`` (the scope's row is locked: ask again), ``unknown`` (there is no such scope)."""
+    """``answer``, with ``wait_s`` seconds:
+
+    ``granted``  for ``started_at`` by the database's clock, which is in ``wait_s``
+    ``wait``     its slot comes in ``wait_s``
+    ``held``     its turn depends on others: on the end of a block in ``wait_s``, for None on who is in flight or probes
+    ``busy``     the scope's row is locked: ask again
+    ``unknown``  there is no such scope
+    """
 
     answer: str
     wait_s: float | None
@@ -83,18 +88,22 @@ class RateScope:
     refused_at: datetime | None
 
 
-async def acquire(session: Session, items: Sequence[Slot], *, probe_s: float) -> list[Granted]:
+async def acquire(
+    session: Session, items: Sequence[Slot], *, ahead_s: float, probe_s: float
+) -> list[Granted]:
     """Ask for slots, or again for slots that had to wait; one answer each, in order. Safe to repeat: by token.
 
-    ``probe_s``: how long a probe may take before another one is sent.
+    ``ahead_s``: a slot that comes so soon is granted already. ``probe_s``: how long a probe may take before another one
+    is sent.
     """
     rows = await session.fetch(
-        call(session.options.schema, "acquire_rates", 6),
+        call(session.options.schema, "acquire_rates", 7),
         [item.scope for item in items],
         [item.token for item in items],
         [item.cost for item in items],
         [item.run_id for item in items],
         [item.attempt for item in items],
+        ahead_s,
         probe_s,
     )
     rows.sort(key=lambda row: row["ord"])

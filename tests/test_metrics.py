@@ -30,6 +30,8 @@ def test_everything_that_is_reported_is_rendered() -> None:
     metrics.observe_claim([0.002, 0.004])
     metrics.set_slots(used=3, free=7)
     metrics.leases_released(5)
+    metrics.deferred("audit", 11)
+    metrics.set_shared(circuits={"open": 12, "half_open": 13}, rates_paused=14)
     metrics.leases_lost()
     metrics.actor_restarted("claim")
     metrics.delivered("applied", 6)
@@ -43,6 +45,10 @@ def test_everything_that_is_reported_is_rendered() -> None:
         ("runlane_slots", ("used",)): 3.0,
         ("runlane_slots", ("free",)): 7.0,
         ("runlane_leases_released_total", ()): 5.0,
+        ("runlane_attempts_deferred_total", ("audit",)): 11.0,
+        ("runlane_circuits", ("open",)): 12.0,
+        ("runlane_circuits", ("half_open",)): 13.0,
+        ("runlane_rates_paused", ()): 14.0,
         ("runlane_leases_lost_total", ()): 1.0,
         ("runlane_actor_restarts_total", ("claim",)): 1.0,
         ("runlane_deliveries_total", ("applied",)): 6.0,

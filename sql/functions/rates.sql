@@ -7,17 +7,18 @@
 -- Asks for slots, or asks again for those that had to wait. One hold per item (scope and token).
 --
 -- A scope's first sight of a token reserves a slot: the bucket is charged at once, so each item of a batch has a moment
--- of its own and nobody has to be told when it has come. At its slot the holder asks again and starts, if meanwhile the
--- provider has refused nobody and not too many are in flight.
+-- of its own and nobody has to be told when it has come. A slot that comes within p_ahead_s seconds is granted, for its
+-- moment; the holder of a later one asks again shortly before, and gets it if meanwhile the provider has refused nobody
+-- and not too many are in flight. (Asking ahead is what lets one call start many: else it would be one per round trip.)
 --
 -- Of a paused scope whose block is over one item starts, as the probe; the others wait for what becomes of it.
 --
--- answer: granted (started_at says when) | wait (its slot comes in wait_s seconds: ask again) | held (its turn depends on
+-- answer: granted (for started_at, in wait_s seconds) | wait (its slot comes in wait_s seconds: ask again) | held (its turn depends on
 -- others: on the end of a block in wait_s seconds, or for NULL on who is in flight or probes) | busy (the scope's row is
 -- locked: ask again) | unknown (there is no such scope).
 CREATE OR REPLACE FUNCTION @schema@.acquire_rates(
     p_scopes text[], p_tokens bigint[], p_costs double precision[], p_run_ids text[], p_attempts integer[],
-    p_probe_s double precision
+    p_ahead_s double precision, p_probe_s double precision
 ) RETURNS TABLE (ord integer, answer text, wait_s double precision, started_at timestamptz)
 LANGUAGE plpgsql
 @seek@
@@ -30,11 +31,16 @@ DECLARE
     v_unit    double precision;
     v_spent   timestamptz;
     v_free    bigint;        -- how many may start; NULL: as many as are due
-    v_line    bigint[];      -- who is next, in order
+    v_until   timestamptz;   -- who starts by then may be told now
+    v_line    bigint[];      -- who is next, in order: token, slot, cost
+    v_slots   timestamptz[];
     v_costs   double precision[];
-    v_from    timestamptz;
-    v_ready   timestamptz[]; -- when what has started leaves room for each of them
+    v_ready   timestamptz[]; -- when each of them may start
+    v_start   timestamptz;
+    v_over    interval;
+    v_next_to timestamptz;   -- started_to, if the whole line starts
     v_started bigint[];
+    v_starts  timestamptz[];
     v_cost    double precision;
     v_seen    text[] := '{}';
 BEGIN
@@ -87,51 +93,66 @@ BEGIN
 
         -- Who is next, in order. Where only so many may be in flight, of all hosts: nobody passes others because they
         -- happened to ask now.
+        v_until := v_clock + make_interval(secs => CASE WHEN v_scope.paused_at IS NULL THEN p_ahead_s ELSE 0.0 END);
         IF v_scope.max_in_flight IS NULL OR v_scope.paused_at IS NOT NULL THEN
-            SELECT array_agg(t.token ORDER BY t.slot, t.number), array_agg(t.cost ORDER BY t.slot, t.number)
-              INTO v_line, v_costs
+            SELECT array_agg(t.token ORDER BY t.slot, t.number), array_agg(t.slot ORDER BY t.slot, t.number),
+                   array_agg(t.cost ORDER BY t.slot, t.number)
+              INTO v_line, v_slots, v_costs
               FROM (SELECT h.* FROM unnest(p_tokens) AS i (token)
                       JOIN rate_holds h ON h.token = ANY (ARRAY[i.token])
                      WHERE h.scope = v_scope.name AND coalesce(h.started_at, 'infinity') = 'infinity'
-                       AND (h.slot <= v_clock OR v_scope.paused_at IS NOT NULL)
+                       AND (h.slot <= v_until OR v_scope.paused_at IS NOT NULL)
                      ORDER BY h.slot, h.number LIMIT v_free) t;
         ELSE
-            SELECT array_agg(t.token ORDER BY t.slot, t.number), array_agg(t.cost ORDER BY t.slot, t.number)
-              INTO v_line, v_costs
+            SELECT array_agg(t.token ORDER BY t.slot, t.number), array_agg(t.slot ORDER BY t.slot, t.number),
+                   array_agg(t.cost ORDER BY t.slot, t.number)
+              INTO v_line, v_slots, v_costs
               FROM (SELECT h.* FROM rate_holds h
-                     WHERE h.scope = v_scope.name AND h.started_at IS NULL AND h.slot <= v_clock
+                     WHERE h.scope = v_scope.name AND h.started_at IS NULL AND h.slot <= v_until
                        AND EXISTS (SELECT 1 FROM runs r
                                     WHERE r.run_id = ANY (ARRAY[h.run_id]) AND r.attempt = h.attempt
                                       AND r.lease_expires_at > v_now)
                      ORDER BY h.slot, h.number LIMIT greatest(v_free, 0)) t;
         END IF;
-        -- Of these, as many as the bucket of what has started has room for. (One that costs more than the burst has
-        -- room when what is missing has come in.)
-        v_from := greatest(v_scope.started_to,
-                           v_clock - make_interval(secs => greatest(v_costs[1] - v_scope.burst, 0.0) * v_unit));
-        SELECT array_agg(l.ready_at ORDER BY l.ord),
-               array_agg(l.token ORDER BY l.ord) FILTER (WHERE l.token = ANY (p_tokens) AND l.ready_at <= v_clock),
-               sum(l.cost) FILTER (WHERE l.token = ANY (p_tokens) AND l.ready_at <= v_clock)
-          INTO v_ready, v_started, v_cost
-          FROM (SELECT t.*, CASE WHEN v_scope.paused_at IS NOT NULL THEN v_clock
-                                 ELSE v_from + make_interval(
-                                     secs => (sum(t.cost) OVER (ORDER BY t.ord) - v_scope.burst) * v_unit) END AS ready_at
-                  FROM unnest(v_line, v_costs) WITH ORDINALITY AS t (token, cost, ord)) l;
 
-        IF v_started IS NOT NULL THEN
-            UPDATE rate_holds h SET started_at = v_now
-              FROM unnest(v_started) AS i (token)
+        -- At its slot each of them starts, unless what has started before, late, leaves no room in the bucket yet.
+        v_ready := '{}';
+        v_started := '{}';
+        v_starts := '{}';
+        v_cost := 0.0;
+        v_start := v_clock;
+        v_next_to := v_scope.started_to;
+        FOR v_place IN 1 .. coalesce(cardinality(v_line), 0) LOOP
+            IF v_scope.paused_at IS NULL THEN
+                v_start := greatest(v_start, v_slots[v_place],
+                                    v_next_to + make_interval(secs => (v_costs[v_place] - v_scope.burst) * v_unit));
+            END IF;
+            v_ready := v_ready || v_start;
+            -- What costs more than the burst starts when what is missing has come in, so its part of the bucket began before.
+            v_over := make_interval(secs => greatest(v_costs[v_place] - v_scope.burst, 0.0) * v_unit);
+            v_next_to := greatest(v_next_to, v_start - v_over) + make_interval(secs => v_costs[v_place] * v_unit);
+            IF v_start <= v_until AND v_line[v_place] = ANY (p_tokens) THEN
+                v_started := v_started || v_line[v_place];
+                v_starts := v_starts || v_start;
+                v_cost := v_cost + v_costs[v_place];
+                v_scope.started_to := greatest(v_scope.started_to, v_start - v_over)
+                                      + make_interval(secs => v_costs[v_place] * v_unit);
+            END IF;
+        END LOOP;
+
+        IF cardinality(v_started) > 0 THEN
+            UPDATE rate_holds h SET started_at = v_now + (i.start - v_clock)
+              FROM unnest(v_started, v_starts) AS i (token, start)
              WHERE h.token = ANY (ARRAY[i.token]) AND h.scope = v_scope.name
                AND coalesce(h.started_at, 'infinity') = 'infinity';
-            v_scope.started_to := v_from + make_interval(secs => v_cost * v_unit);
             IF v_scope.paused_at IS NOT NULL THEN
                 v_scope.probe_token := v_started[1];
             END IF;
         END IF;
-        IF v_started IS NOT NULL OR v_spent IS NOT NULL THEN
+        IF cardinality(v_started) > 0 OR v_spent IS NOT NULL THEN
             UPDATE rate_scopes s
                SET spent_to = coalesce(v_spent, s.spent_to), started_to = v_scope.started_to,
-                   used = s.used + CASE WHEN v_started IS NULL THEN 0 ELSE v_cost END,
+                   used = s.used + v_cost,
                    measured_from = CASE WHEN s.measured_at < v_now - interval '1 minute' THEN s.used ELSE s.measured_from END,
                    measured_at = CASE WHEN s.measured_at < v_now - interval '1 minute' THEN v_now ELSE s.measured_at END,
                    probe_token = v_scope.probe_token,
@@ -143,15 +164,14 @@ BEGIN
         RETURN QUERY
         SELECT a.ord::integer,
                CASE WHEN a.started_at IS NOT NULL THEN 'granted'
-                    WHEN v_scope.paused_at IS NULL AND greatest(a.slot, a.ready_at) > v_clock THEN 'wait'
+                    WHEN v_scope.paused_at IS NULL AND a.ready_at > v_until THEN 'wait'
                     ELSE 'held' END,
-               CASE WHEN a.started_at IS NOT NULL THEN NULL
+               CASE WHEN a.started_at IS NOT NULL THEN greatest(extract(epoch FROM a.started_at - v_now), 0)
                     WHEN v_now < v_scope.blocked_until THEN extract(epoch FROM v_scope.blocked_until - v_now)
-                    WHEN v_scope.paused_at IS NULL AND greatest(a.slot, a.ready_at) > v_clock
-                    THEN extract(epoch FROM greatest(a.slot, a.ready_at) - v_clock)
+                    WHEN v_scope.paused_at IS NULL AND a.ready_at > v_until THEN extract(epoch FROM a.ready_at - v_clock)
                END::double precision,
                a.started_at
-          FROM (SELECT i.ord, h.slot, h.started_at, l.ready_at
+          FROM (SELECT i.ord, h.started_at, greatest(h.slot, l.ready_at) AS ready_at
                   FROM unnest(p_scopes, p_tokens) WITH ORDINALITY AS i (scope, token, ord)
                   JOIN rate_holds h ON h.token = ANY (ARRAY[i.token])
                   LEFT JOIN unnest(v_line, v_ready) AS l (token, ready_at) ON l.token = i.token
@@ -274,13 +294,13 @@ BEGIN
 
     RETURN QUERY
     SELECT i.ord::integer, CASE WHEN i.token = ANY (v_busy) THEN 'busy' ELSE 'done' END,
-           coalesce(i.scope = ANY (v_opened) OR s.max_in_flight IS NOT NULL, false)
-             AND w.waiting IS NOT NULL
+           w.waiting IS NOT NULL
       FROM unnest(p_scopes, p_tokens) WITH ORDINALITY AS i (scope, token, ord)
       LEFT JOIN rate_scopes s ON s.name = ANY (ARRAY[i.scope])
       LEFT JOIN LATERAL (
             SELECT true AS waiting FROM rate_holds h
-             WHERE h.scope = i.scope AND h.started_at IS NULL ORDER BY h.slot, h.number LIMIT 1) w ON true;
+             WHERE (s.max_in_flight IS NOT NULL OR i.scope = ANY (v_opened))
+               AND h.scope = i.scope AND h.started_at IS NULL ORDER BY h.slot, h.number LIMIT 1) w ON true;
 END
 $$;
 

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from actors.rates import Acquire, Release
 from runtime import (
     CapacityUnavailable,
     Context,
@@ -21,6 +22,8 @@ from runtime import (
     SyncContext,
     play,
 )
+from sql.calls import new_token
+from sql.rates import Result, Slot
 from tests.support import hosted
 from tests.support.hosts import Hosts, eventually, host_process
 
@@ -275,3 +278,24 @@ async def test_the_actor_starts_anew_and_everybody_still_gets_a_slot_once(hosts:
         grants.never_more_than(40, 1)
         (scope,) = await rt.rates()
         assert scope.used == 60.0
+
+
+async def test_who_asks_again_for_the_same_slot_goes_on_waiting_for_it(hosts: Hosts) -> None:
+    @play("asks")
+    async def asks(ctx: Context) -> list[bool]:
+        box, attempt = ctx._doors.rates, ctx._attempt
+        async with ctx.rate("browser"):
+            # As a runner behind the gateway does, whose request ended before its slot came.
+            slot = Slot("browser", new_token(), 1.0, attempt.run_id, attempt.attempt)
+            first, second = Acquire(slot), Acquire(slot)
+            box.send_nowait(first)
+            await trio.sleep(0.1)
+            box.send_nowait(second)
+            await trio.sleep(0.1)
+        await second.reply.wait(5.0)
+        box.send_nowait(Release(Result("browser", slot.token, "done")))
+        return [first.reply.done, second.reply.done, not box.in_flight]
+
+    async with hosts.open(asks) as rt:
+        await rt.set_rate("browser", max_in_flight=1)
+        assert await (await rt.submit(asks)).result(timeout=15) == [False, True, True]

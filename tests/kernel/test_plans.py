@@ -442,7 +442,7 @@ async def _rates(kernel: Kernel, batch: Batch) -> None:
     await rates.set_rate(kernel.session, "api", per_s=1e5, burst=50.0, max_in_flight=50)
     slots = [rates.Slot("api", new_token(), 1.0, item.run_id, item.attempt) for item in batch.items]
     for _ in range(2):
-        answers = await rates.acquire(kernel.session, slots, probe_s=30.0)
+        answers = await rates.acquire(kernel.session, slots, ahead_s=0.1, probe_s=30.0)
         assert {answer.answer for answer in answers} == {"granted"}
     for result in ("refused", "unused"):
         results = [rates.Result("api", slot.token, result, 1.0) for slot in slots]

@@ -30,6 +30,7 @@ class Scope:
     kernel: Kernel
     item: Claimed
     name: str = "api"
+    ahead_s: float = 0.0
 
     async def set(self, **fields: Any) -> bool:
         fields = {"per_s": None, "burst": 1.0, "max_in_flight": None, **fields}
@@ -40,7 +41,7 @@ class Scope:
         return Slot(self.name, new_token(), cost, item.run_id, item.attempt)
 
     async def ask(self, *slots: Slot) -> list[Granted]:
-        return await rates.acquire(self.kernel.session, slots, probe_s=PROBE_S)
+        return await rates.acquire(self.kernel.session, slots, ahead_s=self.ahead_s, probe_s=PROBE_S)
 
     async def tell(self, result: str, *slots: Slot, retry_after_s: float = 0.0) -> list[rates.Released]:
         results = [Result(slot.scope, slot.token, result, retry_after_s) for slot in slots]
@@ -90,6 +91,34 @@ async def test_costs_count_also_above_the_burst(dsn: str, schema: str) -> None:
     async with open_scope(dsn, schema, per_s=1.0, burst=5.0) as scope:
         assert waits(await scope.ask(scope.slot(4.0), scope.slot(3.0))) == pytest.approx([0, 2.0])
         assert waits(await scope.ask(scope.slot(10.0))) == pytest.approx([12.0])
+
+
+async def test_slots_that_come_soon_are_granted_ahead_for_their_moment(dsn: str, schema: str) -> None:
+    async with open_scope(dsn, schema, per_s=10.0, burst=2.0) as scope:
+        scope.ahead_s = 0.25
+        slots = [scope.slot() for _ in range(6)]
+        for _ in range(2):
+            answers = await scope.ask(*slots)
+            assert [a.answer for a in answers] == ["granted"] * 4 + ["wait"] * 2
+            assert [a.wait_s for a in answers] == pytest.approx([0, 0, 0.1, 0.2, 0.3, 0.4])
+        await scope.kernel.advance(0.1)
+        (fifth,) = await scope.ask(slots[4])
+        assert fifth.answer == "granted"
+        assert fifth.wait_s == pytest.approx(0.2)
+        assert answers[0].started_at is not None
+        assert fifth.started_at is not None
+        assert (fifth.started_at - answers[0].started_at).total_seconds() == pytest.approx(0.3)
+
+
+async def test_who_starts_late_pushes_nobody_together(dsn: str, schema: str) -> None:
+    async with open_scope(dsn, schema, per_s=10.0) as scope:
+        slots = [scope.slot() for _ in range(4)]
+        assert waits(await scope.ask(*slots)) == pytest.approx([0, 0.1, 0.2, 0.3])
+        await scope.kernel.advance(0.27)
+        # The third one's slot has come, but the second one has only just started; the fourth hears of it later.
+        assert waits(await scope.ask(*slots[1:])) == pytest.approx([0, 0.1, 0.03])
+        await scope.kernel.advance(0.1)
+        assert waits(await scope.ask(*slots[2:])) == pytest.approx([0, 0.1])
 
 
 async def test_a_slot_given_up_comes_back_if_it_was_the_last(dsn: str, schema: str) -> None:
@@ -313,7 +342,7 @@ async def test_grants_of_two_hosts_never_exceed_the_rate(dsn: str, schema: str) 
     per_s, burst = 200.0, 10.0
     granted: list[datetime] = []
     async with open_kernel(dsn, schema) as one, open_kernel(dsn, schema, owner=2) as two:
-        scopes = [Scope(kernel, await kernel.started()) for kernel in (one,)]
+        scopes = [Scope(one, await one.started(), ahead_s=0.1)]
         scopes.append(attrs.evolve(scopes[0], kernel=two))
         await scopes[0].set(per_s=per_s, burst=burst)
         open_slots: list[list[Slot]] = [[scope.slot() for _ in range(60)] for scope in scopes]
