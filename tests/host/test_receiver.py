@@ -255,6 +255,20 @@ async def test_facts_without_effect_may_be_passed(dsn: str, schema: str) -> None
         assert await seqs(dsn, schema) == [1, 4]
 
 
+async def test_a_fact_without_effect_changes_nothing_that_people_see(dsn: str, schema: str) -> None:
+    async with open_receiver(dsn, schema, unproven=True) as receiver:
+        quiet = delivery(first=1, last=3)
+        quiet["facts"][0]["type"] = "run.started"
+        for fact, type_ in zip(quiet["facts"][1:], ("run.waiting", "run.resumed"), strict=True):
+            fact |= {"type": type_, "payload": {"kind": "detached_runner"}}
+        alone = delivery(first=4)
+        alone["facts"][0] |= {"type": "run.waiting", "payload": {"kind": "detached_runner"}}
+        assert outcomes(await post(receiver, sealed(quiet), sealed(alone))) == ["applied", "applied"]
+        assert await seqs(dsn, schema) == [1, 2, 3, 4]
+        (row,) = await ledger_rows(dsn, schema, "SELECT status, wait_kind, attempts FROM @.runs")
+        assert tuple(row) == ("running", None, 1)
+
+
 async def test_a_lane_that_somebody_applies_to_is_answered_at_once(dsn: str, schema: str) -> None:
     async with (
         open_receiver(dsn, schema, unproven=True) as receiver,

@@ -20,6 +20,14 @@ AS $$
                 THEN to_timestamp(p_value::double precision / 1000) END
 $$;
 
+-- A fact that means nothing to a ledger, whether it comes or is passed: the park or the return of a run whose runner lives
+-- on in a sandbox.
+CREATE OR REPLACE FUNCTION @schema@.quiet_fact(p_type text, p_payload jsonb) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT p_type IN ('run.waiting', 'run.resumed') AND coalesce(p_payload ->> 'kind' = 'detached_runner', false)
+$$;
+
 -- Applies deliveries of different lanes: one per run and lane in a call. p_of says, per fact, to which delivery (from 1)
 -- it belongs; the facts of a delivery are all of p_firsts … p_throughs, which the caller has checked.
 --
@@ -141,6 +149,7 @@ BEGIN
                                                 'run.completed', 'run.failed', 'run.cancelled')))[1] AS status
               FROM unnest(p_of, p_seqs, p_types, p_created_ats, p_payloads) AS f (of, seq, type, created_at, payload)
              WHERE v_outcomes[f.of] = 'applied' AND f.seq > v_at[f.of] AND p_lanes[f.of] = 0
+               AND NOT quiet_fact(f.type, f.payload)
              GROUP BY f.of
         )
         INSERT INTO runs AS r (
