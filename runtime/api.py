@@ -32,7 +32,7 @@ from runtime.ledger import Ledger
 from runtime.link import ActorLink, Link
 from runtime.plays import Play, index_plays
 from runtime.sandboxes import SandboxProvider
-from runtime.schedules import Schedule, Schedules
+from runtime.schedules import Schedule, Schedules, check_declared
 from runtime.submit import Submit, check_admitted, check_play_name
 from sql import circuits, events, facts, journal, limits, rates, receipts, status
 from sql.circuits import Circuit
@@ -651,6 +651,7 @@ class Runtime(Verbs):
 
         At the end, running plays get ``grace_s``; then every lease is handed back within ``release_budget_s``.
         """
+        declared = check_declared(schedules)
         async with cls._opened(
             config,
             plays,
@@ -661,7 +662,7 @@ class Runtime(Verbs):
             on_delivery=on_delivery,
             deploy=True,
         ) as runtime:
-            for item in schedules:
+            for item in declared:
                 await runtime._schedules.put(item)
             yield runtime
 

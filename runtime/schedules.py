@@ -6,7 +6,7 @@ Owns every check of a schedule before the database sees anything, and what the a
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -165,6 +165,20 @@ class Schedules:
             environment=self._link.config.environment,
         )
         return definition, timing
+
+
+def check_declared(items: Iterable[Any]) -> list[Schedule]:
+    """The schedules that a host declares, or InputRefused: no schedule at all, two of one name, a bad time."""
+    names: set[str] = set()
+    declared = list(items)
+    for item in declared:
+        if not isinstance(item, Schedule):
+            raise InputRefused("schedules", f"must be Schedule(…), not {preview(item)}")
+        if check_name(item.name) in names:
+            raise InputRefused("schedules", f"schedule {item.name!r} is declared twice")
+        check_timing(item.cron, item.every_s, item.timezone)
+        names.add(item.name)
+    return declared
 
 
 async def _unless_busy(answer: Awaitable[str]) -> str | None:

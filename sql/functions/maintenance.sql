@@ -69,6 +69,16 @@ BEGIN
     DELETE FROM receipts      WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
     DELETE FROM lanes         WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
     DELETE FROM journal       WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
+    DELETE FROM runners       WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
+    DELETE FROM runner_results WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
+    DELETE FROM billing_jobs  WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
+    -- Events have no run of their own; their ids are made of the sandbox and what happened.
+    DELETE FROM sandbox_events
+     WHERE event_id = ANY (ARRAY(SELECT x.sandbox || k.suffix FROM sandboxes x
+                                  CROSS JOIN (VALUES (':delete_accepted'), (':delete_confirmed')) AS k (suffix)
+                                  WHERE x.run_id = ANY (p_run_ids)));
+    GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
+    DELETE FROM sandboxes     WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
     DELETE FROM cancellations WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
     DELETE FROM fires         WHERE run_id = ANY (p_run_ids); GET DIAGNOSTICS v_rows = ROW_COUNT; v_total := v_total + v_rows;
     IF p_ledger THEN
@@ -80,8 +90,9 @@ BEGIN
 END
 $$;
 
--- Those of these ended runs that may go: nothing of them is undelivered or blocked, no run that is still open started
--- them and may yet ask for their result, and nobody holds their lane of logs or their row of the ledger.
+-- Those of these ended runs that may go: nothing of them is undelivered or blocked, their sandboxes are gone and billed,
+-- no run that is still open started them and may yet ask for their result, and nobody holds their lane of logs or their
+-- row of the ledger.
 CREATE OR REPLACE FUNCTION @schema@.forgettable_runs(p_run_ids text[], p_ledger boolean) RETURNS text[]
 LANGUAGE plpgsql
 @seek@
@@ -98,7 +109,10 @@ BEGIN
       LEFT JOIN LATERAL (SELECT * FROM lanes g WHERE g.run_id = i.run_id OFFSET 0) l ON true
      WHERE r.lane_error IS NULL
        AND (l.run_id IS NULL OR (l.run_id = ANY (v_free) AND NOT l.lane_pending AND l.lane_error IS NULL))
-       AND NOT EXISTS (SELECT 1 FROM runs p WHERE p.run_id = ANY (ARRAY[r.parent_id]) AND p.finished_at IS NULL);
+       AND NOT EXISTS (SELECT 1 FROM runs p WHERE p.run_id = ANY (ARRAY[r.parent_id]) AND p.finished_at IS NULL)
+       -- Asked for as values, not as conditions: a condition would let a partial index of open rows be walked.
+       AND (SELECT bool_and(x.confirmed_at IS NOT NULL) FROM sandboxes x WHERE x.run_id = ANY (ARRAY[i.run_id])) IS NOT FALSE
+       AND (SELECT b.finalised_at IS NOT NULL FROM billing_jobs b WHERE b.run_id = ANY (ARRAY[i.run_id])) IS NOT FALSE;
     IF p_ledger THEN
         SELECT array_agg(l.run_id) INTO v_free
           FROM (SELECT l.run_id FROM ledger_runs l WHERE l.run_id = ANY (v_ids) FOR UPDATE SKIP LOCKED) l;

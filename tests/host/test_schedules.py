@@ -268,6 +268,24 @@ async def test_bad_schedules_are_refused_by_name(quiet: Runtime, given: dict[str
     assert await quiet.schedules() == []
 
 
+@pytest.mark.parametrize(
+    ("declared", "field", "says"),
+    [
+        ([Schedule("a", quick, every_s=1), Schedule("a", quick, every_s=2)], "schedules", "declared twice"),
+        ([quick], "schedules", "must be Schedule"),
+        ([Schedule("a", quick, cron="nightly")], "cron", "wrong number of fields"),
+        ([Schedule("a", "no-such-play", every_s=1)], "play", "no-such-play"),
+    ],
+)
+async def test_a_host_with_a_bad_schedule_does_not_open(
+    hosts: Hosts, declared: list[Any], field: str, says: str
+) -> None:
+    with pytest.raises(InputRefused, match=says) as caught:
+        async with Runtime.open(hosts.config(), plays=[quick], schedules=declared):
+            raise AssertionError("it opened")
+    assert caught.value.field == field
+
+
 async def test_what_is_not_there_is_said_so(quiet: Runtime) -> None:
     for verb in (quiet.pause_schedule, quiet.resume_schedule, quiet.fires):
         with pytest.raises(ScheduleNotFound, match="'none'"):
