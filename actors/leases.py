@@ -105,7 +105,7 @@ class Leases:
                 self._answered(attempt, answer, sent_at)
 
     def _answered(self, attempt: Attempt, answer: leases.Renewal, sent_at: float) -> None:
-        if answer.cancel:
+        if answer.cancel and answer.answer != "lost":
             self._hints.control.set()
         if answer.answer == "renewed":
             self._attempts.renewed(attempt, sent_at)
@@ -113,6 +113,9 @@ class Leases:
             # Its lease stands as it was: ask again soon, not at once.
             attempt.renewed = sent_at - 0.9 * self._renew_every_s
         elif answer.answer == "lost" and self._attempts.get(attempt.run_id) is attempt and attempt.holds_slot:
+            if answer.cancel:  # by somebody elsewhere: nothing is wrong
+                self._attempts.lose(attempt, Why.CANCELLED)
+                return
             log.warning("event=lease_lost run=%s attempt=%d", attempt.run_id, attempt.attempt)
             self._on_lost(1)
             self._attempts.lose(attempt, Why.LOST)

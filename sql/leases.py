@@ -18,7 +18,7 @@ from sql.connection import Session
 class Renewal:
     """``answer``: ``renewed``, ``busy`` (the row is locked; the lease stands as it was) or ``lost``.
 
-    ``cancel``: a request to cancel the run is recorded.
+    ``cancel``: a request to cancel the run is recorded, or it is why the lease is gone.
     """
 
     answer: str

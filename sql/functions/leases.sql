@@ -5,7 +5,7 @@
 -- index covers: the renewal is HOT.
 
 -- answer: renewed | busy (the row is locked; the lease stands as it was) | lost (the fence is gone).
--- cancel: a request to cancel this run is recorded.
+-- cancel: a request to cancel this run is recorded, or it is why the fence is gone.
 CREATE OR REPLACE FUNCTION @schema@.renew_leases(
     p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_lease_s double precision
 ) RETURNS TABLE (ord integer, answer text, cancel boolean)
@@ -45,6 +45,7 @@ BEGIN
     SELECT i.ord::integer,
            CASE WHEN i.run_id = ANY (v_done) THEN 'renewed' WHEN r.run_id IS NOT NULL THEN 'busy' ELSE 'lost' END,
            EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[i.run_id]))
+               OR EXISTS (SELECT 1 FROM runs x WHERE x.run_id = ANY (ARRAY[i.run_id]) AND x.status = 'cancelled')
       FROM unnest(p_run_ids, p_attempts, p_tokens) WITH ORDINALITY AS i (run_id, attempt, token, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt
                       AND r.lease_token = i.token;

@@ -45,16 +45,12 @@ DECLARE
     v_payload jsonb;
 BEGIN
     FOR v_wait IN
-        SELECT c.run_id, c.key, c.kind, c.name, c.due_at <= p_now AS over, c.status
+        SELECT c.run_id, c.key, c.kind, c.name, c.due_at <= p_now AS over,
+               CASE WHEN c.kind = 'child' THEN child_status(c.name) END AS status
           FROM unnest(p_run_ids, p_keys) AS i (run_id, key)
          CROSS JOIN LATERAL (  -- OFFSET 0 keeps it a lookup per wait
-                SELECT w.*, CASE WHEN w.kind = 'child' THEN child_status(w.name) END AS status
-                  FROM waits w WHERE w.run_id = i.run_id AND w.key = i.key AND w.done_at IS NULL
-                OFFSET 0) c
-         WHERE c.due_at <= p_now OR c.status IS NOT NULL
-            OR (c.kind IN ('event', 'approval')
-                AND EXISTS (SELECT 1 FROM events e
-                             WHERE e.run_id = c.run_id AND e.name = c.name AND e.wait_key IS NULL OFFSET 0))
+                SELECT * FROM waits w WHERE w.run_id = i.run_id AND w.key = i.key AND w.done_at IS NULL OFFSET 0) c
+         WHERE may_pass(c.run_id, c.kind, c.name, c.due_at, p_now)
          ORDER BY c.run_id, c.created_at, c.key
     LOOP
         v_payload := NULL;
@@ -86,6 +82,20 @@ BEGIN
              WHERE w.run_id = i.run_id AND w.key = i.key AND w.done_at IS NOT NULL
             OFFSET 0) c;
 END
+$$;
+
+-- Whether there is anything for an open wait: its time has come, or an event of its name, or its child's end.
+CREATE OR REPLACE FUNCTION @schema@.may_pass(
+    p_run_id text, p_kind text, p_name text, p_due timestamptz, p_now timestamptz
+) RETURNS boolean
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT CASE WHEN p_due <= p_now THEN true
+                WHEN p_kind = 'sleep' THEN false
+                WHEN p_kind = 'child' THEN child_status(p_name) IS NOT NULL
+                ELSE EXISTS (SELECT 1 FROM events e WHERE e.run_id = p_run_id AND e.name = p_name AND e.wait_key IS NULL)
+           END
 $$;
 
 -- How a run that another one waits for has ended: NULL while it is open, missing if it is gone.
@@ -158,7 +168,8 @@ AS $$
 $$;
 
 -- Waits that live attempts stand at in memory: registers them and passes those that can pass. Nothing of the run's row
--- changes. p_waits as for register_waits.
+-- changes, and it is not even locked where there is nothing new: attempts ask again with every wake of anybody. p_waits
+-- as for register_waits.
 -- answer: done, with {key: wait_state} of the waits asked for | busy (the row is locked: ask again) | lost.
 CREATE OR REPLACE FUNCTION @schema@.try_waits(
     p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_waits jsonb[]
@@ -169,17 +180,25 @@ AS $$
 #variable_conflict use_column
 DECLARE
     v_now   timestamptz;
+    v_news  text[];  -- runs that have something to write
     v_free  text[];
     v_waits jsonb[];
     v_ids   text[];
     v_keys  text[];
 BEGIN
     PERFORM require_read_committed();
+    v_now := clock();
+    SELECT array_agg(DISTINCT i.run_id) INTO v_news
+      FROM unnest(p_run_ids, p_waits) AS i (run_id, waits)
+     CROSS JOIN LATERAL jsonb_to_recordset(i.waits) AS w (key text)
+      LEFT JOIN LATERAL (SELECT * FROM waits WHERE run_id = i.run_id AND key = w.key OFFSET 0) c ON true
+     WHERE c.run_id IS NULL
+        OR (c.done_at IS NULL AND may_pass(c.run_id, c.kind, c.name, c.due_at, v_now));
     SELECT array_agg(t.run_id), array_agg(t.waits) INTO v_free, v_waits
       FROM (SELECT r.run_id, i.waits
               FROM unnest(p_run_ids, p_attempts, p_tokens, p_waits) AS i (run_id, attempt, token, waits)
               JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
-             WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+             WHERE i.run_id = ANY (v_news) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
                FOR NO KEY UPDATE OF r SKIP LOCKED) t;
     v_now := clock();
 
@@ -191,8 +210,11 @@ BEGIN
 
     RETURN QUERY
     SELECT i.ord::integer,
-           CASE WHEN i.run_id = ANY (v_free) THEN 'done' WHEN r.run_id IS NOT NULL THEN 'busy' ELSE 'lost' END,
-           CASE WHEN i.run_id = ANY (v_free) THEN s.states END
+           CASE WHEN r.run_id IS NULL THEN 'lost'
+                WHEN i.run_id = ANY (v_news) AND i.run_id = ANY (v_free) IS NOT TRUE THEN 'busy'
+                ELSE 'done' END,
+           CASE WHEN r.run_id IS NOT NULL AND (i.run_id = ANY (v_free) OR i.run_id = ANY (v_news) IS NOT TRUE)
+                THEN s.states END
       FROM unnest(p_run_ids, p_attempts, p_tokens, p_waits) WITH ORDINALITY
            AS i (run_id, attempt, token, waits, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt

@@ -546,3 +546,34 @@ async def test_a_waiting_run_is_failed_without_waking(hosts: Hosts) -> None:
             with pytest.raises(InputRefused, match="reason"):
                 await rt.fail(handle.run_id, reason)
         await hosts.check([handle.run_id])
+
+
+# --- cancellation from elsewhere ---------------------------------------------------------------------------
+
+
+async def test_a_cancellation_from_another_host_is_no_lost_lease(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[str] = []
+
+    @play("endless")
+    async def endless(ctx: Context) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            try:
+                ctx.log("too late")
+            except RunCancelled as exc:
+                heard.append(str(exc))
+
+    async with hosts.open(endless) as rt, hosts.open() as other:
+        handle = await rt.submit(endless)
+        await until(rt, handle.run_id, "running")
+        assert (await other.cancel(handle.run_id)).won
+
+        async def told() -> bool:
+            return bool(heard)
+
+        await eventually(told)
+        assert heard == [f"run {handle.run_id} was cancelled"]
+        assert "lease_lost" not in caplog.text

@@ -272,7 +272,9 @@ class KernelMachine(RuleBasedStateMachine):
     def renew(self, pick: int, stale: bool, lease: float) -> None:
         run, item = self.fence(pick, stale)
         expected = run.renew(self.model.now, item.attempt, item.token, lease)
-        assert self.twice(self.kernel.renew, item, lease) == leases.Renewal(expected, bool(run.marks))
+        assert self.twice(self.kernel.renew, item, lease) == leases.Renewal(
+            expected, bool(run.marks) or run.status == "cancelled"
+        )
 
     @precondition(begun)
     @rule(
