@@ -30,6 +30,10 @@ _STARTED_S = 0.005
 _PACE_S = 0.003
 # Admissions, ends and waits that people can see; above is what nobody waits for.
 _URGENT = 2
+# Facts of a turn outside of the database, but for urgent ones: reading and writing so many keeps a host busy for a few
+# milliseconds, in which nothing else gets its turn.
+_MOST_FACTS = 200
+_FEW_LANES = 8
 # Logs come in hundreds per run: a turn of them inside the database is kept short, for a lifecycle turn waits for it.
 _LOG_LANES = 16
 # A turn that the database refuses is made step by step, under leases of this length.
@@ -197,6 +201,11 @@ class Carrier:
         return not len(self.mailbox) and not self.mailbox.in_flight
 
 
+def _lanes_of(room: Room) -> int:
+    """Lanes of a turn that may be all progress: what waits for its end waits for its facts, not for its lanes."""
+    return min(room.lanes, max(_FEW_LANES, _MOST_FACTS // room.facts))
+
+
 class Outbox:
     """For any other ledger: claims lanes in sets for whichever lane actor is idle.
 
@@ -220,8 +229,8 @@ class Outbox:
         self._hints = hints
         self._given_up = given_up
         self._carriers = sorted(carriers, key=lambda carrier: not carrier.express)
-        regular = sum(not carrier.express for carrier in carriers)
-        self._most_logs = max(1, regular - 1)
+        self._regular = sum(not carrier.express for carrier in carriers)
+        self._most_logs = max(1, self._regular - 1)
         self._logs: list[Carrier] = []  # that carried logs when last seen
         self._left: set[Lane] = set()  # lanes of which more was due than there were carriers for
         self._receivers = receivers
@@ -260,17 +269,19 @@ class Outbox:
             if not carrier.idle or (lane is Lane.OBSERVABILITY and len(self._logs) >= self._most_logs):
                 continue
             room = self._room()
+            # Where logs have all the others, progress is not left to wait for their end.
+            express = carrier.express and len(self._logs) < self._regular
             claimed_at = trio.current_time()
             prefixes, next_due_s = await door.claim(
                 session,
                 lane,
                 receivers=self._receivers,
                 token=new_token(),
-                limit=room.lanes,
+                limit=room.lanes if express else _lanes_of(room),
                 prefix=room.facts,
                 lease_s=self._lease_s,
-                most_rank=_URGENT if carrier.express else LEAST_URGENT,
-                oldest=not carrier.express and schedule.oldest(),
+                most_rank=_URGENT if express else LEAST_URGENT,
+                oldest=not express and schedule.oldest(),
                 without=self._given_up.now() if lane is Lane.LIFECYCLE else (),
             )
             looked = True

@@ -36,6 +36,7 @@ _LONGEST_RETRY_S = 86_400.0
 # Lanes of one turn: many where one call takes them all, few where each is a call of its own.
 _MANY_LANES = 200
 _FEW_LANES = 8
+_CONVERTED_AT_ONCE = 8
 
 
 def delivery_of(prefix: Prefix) -> Delivery:
@@ -87,7 +88,10 @@ class Deliveries:
         ``deadline`` (trio time) is the sender's: what has no answer by then is given up.
         """
         deliveries: list[tuple[Prefix, Delivery]] = []
-        for prefix in prefixes:
+        for number, prefix in enumerate(prefixes, 1):
+            if number % _CONVERTED_AT_ONCE == 0:
+                # A big turn of progress takes its time: urgent ones, and whatever else the host does, go between.
+                await trio.lowlevel.checkpoint()
             try:
                 deliveries.append((prefix, delivery_of(prefix)))
             except (ValueError, RecursionError) as exc:

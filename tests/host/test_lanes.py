@@ -23,6 +23,7 @@ from runtime import (
     Submit,
     play,
 )
+from runtime.ledger import _Log
 from tests.support.hosts import Hosts, eventually
 
 
@@ -259,6 +260,171 @@ async def test_the_short_way_can_be_switched_off(hosts: Hosts) -> None:
         await handle.result(timeout=10)
         await acknowledged(hosts)
         assert whole(ledger, handle.run_id)
+
+
+# --- what is urgent (F-8, F-15, F-18) --------------------------------------------------------------------------
+
+_BACKLOG = """
+INSERT INTO @.runs (run_id, play, bucket, created_at, lane_due_at, status, due_at, last_seq, acked_seq, attempt,
+        attempt_at, started_at, lease_owner, lease_token, lease_expires_at)
+SELECT 'talks-' || n, 'talks', 1, now(), now(), 'running', now() + '1 hour', 2, 2, 1, now(), now(), 1, 1,
+       now() + '1 hour' FROM generate_series(1, 500) AS n
+    ON CONFLICT DO NOTHING;
+INSERT INTO @.facts (run_id, lane, seq, type, created_at, payload)
+SELECT run_id, 0, s, CASE s WHEN 1 THEN 'run.created' ELSE 'run.started' END, now(), '{"play": "talks"}'
+  FROM @.runs, generate_series(1, 2) AS s WHERE run_id LIKE 'talks-%' ON CONFLICT DO NOTHING;
+INSERT INTO @.ledger_runs (run_id, play, status, accepted_at, updated_at, applied_seq, applied_facts, attempts)
+SELECT run_id, play, 'running', now(), now(), 2, 2, 1 FROM @.runs WHERE run_id LIKE 'talks-%' ON CONFLICT DO NOTHING;
+"""
+_MORE = """
+WITH moved AS (
+    UPDATE @.runs SET last_seq = last_seq + 20, lane_due_at = CASE WHEN lane_pending THEN lane_due_at ELSE now() END
+     WHERE run_id LIKE 'talks-%' AND last_seq - acked_seq < 30 RETURNING run_id, last_seq)
+INSERT INTO @.facts (run_id, lane, seq, type, created_at, payload)
+SELECT run_id, 0, last_seq - 20 + s, 'run.progress', now(), '{"done": 1, "total": 2}'
+  FROM moved, generate_series(1, 20) AS s
+"""
+
+
+class Tolerant(MemoryLedger):
+    """Takes lanes from the middle: what came before is not this test's."""
+
+    async def append_many(self, deliveries: Any) -> Any:
+        for one in deliveries:
+            if one.run_id.startswith("talks-"):
+                self._logs.setdefault((one.run_id, one.lane), _Log(last=2))
+        return await super().append_many(deliveries)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("outside", [False, True])
+async def test_ends_and_admissions_pass_ten_thousand_facts_of_progress(hosts: Hosts, outside: bool) -> None:
+    """A finished run's terminal and a new run's first fact, while 500 other runs have 20 or more facts pending each."""
+    lags: dict[str, list[float]] = {"run.created": [], "run.completed": []}
+    progress = 0
+
+    def observe(types: Sequence[str], lags_s: Sequence[float]) -> None:
+        nonlocal progress
+        for type_, lag in zip(types, lags_s, strict=True):
+            progress += type_ == "run.progress"
+            if type_ in lags:
+                lags[type_].append(lag)
+
+    ledger = Tolerant() if outside else PostgresLedger()
+    async with Runtime.open(hosts.config(slots=50), plays=[echo], ledger=ledger, on_delivery=observe) as rt:
+        await hosts.ask(*_BACKLOG.split(";")[:-1])
+        over = trio.Event()
+
+        async def talk() -> None:
+            while not over.is_set():
+                await hosts.ask(_MORE)
+                rt._host.hints.lanes.set()
+                await trio.sleep(0.25)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(talk)
+
+            async def piled_up() -> bool:
+                return progress > 0
+
+            await eventually(piled_up)
+            for values in lags.values():
+                values.clear()
+            for number in range(100):
+                handle = await rt.submit(echo, number)
+                await handle.result(timeout=10)
+
+            async def told() -> bool:
+                return all(len(values) == 100 for values in lags.values())
+
+            await eventually(told)
+            over.set()
+        assert progress > 1_000
+        for values in lags.values():
+            # 0.1 s where nothing else runs; tests share their machine.
+            assert percentile(values, 0.99) < 0.6, sorted(values)[-5:]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("outside", [False, True])
+async def test_a_chatty_run_delays_neither_its_own_nor_anothers_lifecycle(
+    hosts: Hosts, outside: bool
+) -> None:
+    """F-7, F-8: logs have a lane of their own, and take neither the turns nor the lane actors of the others."""
+    lags: list[float] = []
+    lines = 0
+
+    @play("chatty")
+    async def chatty(ctx: Context) -> int:
+        said = 0
+        while said < 6_000:
+            for _ in range(200):
+                ctx.log("x" * 100)
+            said += 200
+            ctx.progress(said, 6_000)
+            await trio.sleep(0.05)
+        return said
+
+    def observe(types: Sequence[str], lags_s: Sequence[float]) -> None:
+        nonlocal lines
+        lines += sum(type_ == "run.log" for type_ in types)
+        lags.extend(lag for type_, lag in zip(types, lags_s, strict=True) if type_ != "run.log")
+
+    ledger = MemoryLedger() if outside else PostgresLedger()
+    async with Runtime.open(hosts.config(), plays=[chatty, echo], ledger=ledger, on_delivery=observe) as rt:
+        talks = [await rt.submit(chatty) for _ in range(2)]
+        handles = []
+        for number in range(40):
+            handles.append(await rt.submit(echo, number))
+            await trio.sleep(0.03)
+        for handle in [*handles, *talks]:
+            await handle.result(timeout=30)
+
+        async def lifecycles() -> bool:
+            return not await hosts.value("SELECT count(*) FROM @.runs WHERE acked_seq < last_seq")
+
+        await eventually(lifecycles)
+        assert percentile(lags, 0.99) < 0.6, sorted(lags)[-5:]
+        await acknowledged(hosts, within_s=30.0)
+        assert lines == 12_000
+        if isinstance(ledger, MemoryLedger):
+            for handle in talks:
+                assert len(ledger.facts(handle.run_id, Lane.OBSERVABILITY)) == 6_000
+        else:
+            await hosts.check([handle.run_id for handle in talks])
+
+
+@pytest.mark.parametrize("lane_actors", [2, 4])
+async def test_logs_that_the_ledger_does_not_take_occupy_no_lane_actor_of_the_lifecycle(
+    hosts: Hosts, lane_actors: int
+) -> None:
+    class Silent(MemoryLedger):
+        async def append_many(self, deliveries: Any) -> Any:
+            if any(one.lane is Lane.OBSERVABILITY for one in deliveries):
+                await trio.sleep_forever()
+            return await super().append_many(deliveries)
+
+    @play("logs")
+    async def logs(ctx: Context, number: int) -> None:
+        ctx.log("a line")
+        ctx.progress(1, 2)
+        await trio.sleep(0.2)
+        ctx.log("another")
+
+    ledger = Silent()
+    settings = {"delivery_timeout_s": 20.0, "lane_lease_s": 30.0, "lane_actors": lane_actors}
+    async with hosts.open(logs, ledger=ledger, **settings) as rt:
+        handles = []
+        for number in range(20):
+            handles.append(await rt.submit(logs, number))
+            await trio.sleep(0.05)
+        for handle in handles:
+            await handle.result(timeout=10)
+
+        async def there() -> bool:
+            return all(whole(ledger, handle.run_id) for handle in handles)
+
+        await eventually(there, within_s=5.0)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------
