@@ -412,7 +412,7 @@ async def test_logs_that_the_ledger_does_not_take_occupy_no_lane_actor_of_the_li
         ctx.log("another")
 
     ledger = Silent()
-    settings = {"delivery_timeout_s": 20.0, "lane_lease_s": 30.0, "lane_actors": lane_actors}
+    settings: dict[str, Any] = {"delivery_timeout_s": 20.0, "lane_lease_s": 30.0, "lane_actors": lane_actors}
     async with hosts.open(logs, ledger=ledger, **settings) as rt:
         handles = []
         for number in range(20):

@@ -16,6 +16,7 @@ from sql.waits import Wait
 
 NEVER = float("inf")
 CRASH_CAP = 2
+ELSEWHERE = "https://elsewhere.example"
 
 
 @attrs.define
@@ -30,10 +31,23 @@ class LaneModel:
     token: int | None = None
     expires: float | None = None
     error: str | None = None
+    generation: int = 0
+    quiet: set[int] = attrs.field(factory=set)  # facts without effect
+    alone: int | None = None  # the terminal, if it goes elsewhere
 
     @property
     def last(self) -> int:
         return len(self.types)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it stands right before a terminal that goes elsewhere."""
+        return self.acked + 1 == self.alone
+
+    @property
+    def passed(self) -> int:
+        """How many facts without effect stand right before and at the cursor."""
+        return next(n for n in range(self.acked + 1) if self.acked - n not in self.quiet)
 
     @property
     def pending(self) -> bool:
@@ -53,7 +67,14 @@ class LaneModel:
         )
 
     def freeze(self, prefix: int) -> int:
-        return self.frozen or min(self.last, self.acked + prefix)
+        end = min(self.last, self.acked + prefix)
+        if self.alone is not None and not self.elsewhere:
+            end = min(end, self.alone - 1)
+        return self.frozen or end
+
+    def pass_quiet(self) -> None:
+        while self.frozen is None and self.acked + 1 in self.quiet:
+            self.acked += 1
 
     def claim(self, now: float, token: int, prefix: int, lease: float) -> None:
         self.frozen = self.freeze(prefix)
@@ -66,7 +87,8 @@ class LaneModel:
     def acknowledge(self, now: float, token: int, through: int, prefix: int, lease: float) -> str:
         if self.held_by(token) and self.acked < through and self.frozen == through:
             self.acked, self.frozen, self.attempts, self.expires, self.due = through, None, 0, None, now
-            if prefix and self.pending:
+            self.pass_quiet()
+            if prefix and self.pending and not self.elsewhere:
                 self.claim(now, token, prefix, lease)
         elif self.acked < through:
             return "lost"
@@ -85,6 +107,13 @@ class LaneModel:
             elif ending == "given_up":
                 self.attempts = max(1, self.attempts - 1)
         return "done"
+
+    def retry(self, now: float) -> None:
+        self.error, self.due, self.attempts, self.expires = None, now, 1, None
+
+    def skip(self, now: float, seq: int) -> None:
+        self.error, self.due, self.attempts, self.expires = None, now, 0, None
+        self.acked, self.frozen, self.generation = seq, None, self.generation + 1
 
     def renew(self, now: float, token: int, lease: float) -> str:
         if not self.held_by(token):
@@ -199,6 +228,7 @@ class RunModel:
     cancelled_by: str | None = None
     failed_by: str | None = None
     terminal_seq: int | None = None
+    terminal_receiver: str | None = None
     wait_seq: int | None = None
 
     @property
@@ -246,6 +276,8 @@ class RunModel:
         self.status, self.due, self.wait = status, NEVER, None
         self.lifecycle.append(now, f"run.{status}")
         self.terminal_seq = self.lifecycle.last
+        if self.terminal_receiver is not None:
+            self.lifecycle.alone = self.terminal_seq
         if self.parent is not None:
             self.kin[self.parent].woken = True
 
@@ -528,10 +560,14 @@ class Model:
     def claimable(self, plays: Iterable[str]) -> list[RunModel]:
         return [run for run in self.runs.values() if run.play in plays and run.claimable(self.now)]
 
-    def lanes_claimable(self, lane: Lane) -> list[tuple[RunModel, LaneModel, int]]:
+    def lanes_claimable(
+        self, lane: Lane, receivers: Sequence[str] = ("",)
+    ) -> list[tuple[RunModel, LaneModel, int]]:
         found = []
         for run in self.runs.values():
             state = run.lane(lane)
-            if state is not None and state.claimable(self.now):
+            if state is None or (ELSEWHERE if state.elsewhere else "") not in receivers:
+                continue
+            if state.claimable(self.now):
                 found.append((run, state, run.rank if lane is Lane.LIFECYCLE else 3))
         return found

@@ -167,18 +167,26 @@ _RULES = {
         SELECT coalesce(r.run_id, l.run_id) FROM runs r FULL JOIN ledger_runs l ON l.run_id = r.run_id
          WHERE r.receiver = '' IS NOT FALSE
            AND (r.run_id IS NULL OR l.applied_seq <> l.applied_facts + l.passed_facts
-                OR coalesce(l.applied_seq, 0) NOT BETWEEN r.acked_seq AND r.last_seq)""",
+                OR coalesce(l.applied_seq, 0) > r.last_seq
+                OR EXISTS (SELECT f.seq FROM facts f
+                            WHERE f.run_id = r.run_id AND f.lane = 0 AND f.seq > coalesce(l.applied_seq, 0)
+                              AND f.seq <= r.acked_seq AND f.payload ->> 'kind' IS DISTINCT FROM 'detached_runner'
+                              AND NOT EXISTS (SELECT j.id FROM journal j
+                                               WHERE j.run_id = f.run_id AND j.lane = 0 AND j.verb = 'skip'
+                                                 AND f.seq BETWEEN j.first AND j.through)))""",
     "a ledger that has everything says what the run says": """
         SELECT r.run_id FROM runs r JOIN ledger_runs l ON l.run_id = r.run_id AND l.applied_seq = r.last_seq
-         WHERE (l.status, l.attempts, l.play) <> (r.status, r.attempt, r.play)
+         WHERE NOT EXISTS (SELECT j.id FROM journal j WHERE j.run_id = r.run_id AND j.verb = 'skip')
+           AND ((l.status, l.attempts, l.play) <> (r.status, r.attempt, r.play)
             OR l.wait_kind IS DISTINCT FROM CASE WHEN r.status = 'waiting' THEN r.wait_kind END
             OR (l.wait_until IS NULL) <> (r.wait_until IS NULL)
             OR abs(extract(epoch FROM l.wait_until - r.wait_until)) > 0.001
             OR (l.started_at, l.finished_at) IS DISTINCT FROM (r.started_at, r.finished_at)
-            OR l.accepted_at <> r.created_at""",
+            OR l.accepted_at <> r.created_at)""",
     "the ledger has each log line once, in order, and all that is acknowledged": """
         SELECT l.run_id FROM lanes l LEFT JOIN ledger_logs g ON g.run_id = l.run_id
          WHERE l.lane_receiver = ''
+           AND NOT EXISTS (SELECT j.id FROM journal j WHERE j.run_id = l.run_id AND j.lane = 1 AND j.verb = 'skip')
          GROUP BY l.run_id
         HAVING count(g.seq) <> coalesce(max(g.seq), 0) OR count(g.seq) NOT BETWEEN l.acked_seq AND l.last_seq""",
 }
@@ -215,6 +223,7 @@ _TABLES = (
     "receipts",
     "ledger_runs",
     "ledger_logs",
+    "journal",
 )
 
 
