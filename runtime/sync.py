@@ -90,6 +90,8 @@ class SyncVerbs:
     delete_schedule = _blocking(Verbs.delete_schedule)
     set_rate = _blocking(Verbs.set_rate)
     rates = _blocking(Verbs.rates)
+    set_circuit = _blocking(Verbs.set_circuit)
+    circuits = _blocking(Verbs.circuits)
     set_limit = _blocking(Verbs.set_limit)
     limits = _blocking(Verbs.limits)
     fires = _blocking(Verbs.fires)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 import textwrap
@@ -31,8 +30,6 @@ from runtime import (
     UnknownPlay,
     play,
 )
-from runtime.api import Verbs
-from runtime.sync import SyncVerbs
 from sql.errors import DatabaseUnreachable, LockTimedOut, SchemaNotReady
 from tests.support.callers import open_caller
 from tests.support.hosts import Hosts, eventually
@@ -194,16 +191,21 @@ async def test_a_lost_connection_is_replaced_and_nothing_is_submitted_twice(host
 async def test_a_wait_outlives_its_connection(hosts: Hosts) -> None:
     async with hosts.open(forever) as rt:
         handle = await rt.submit(forever)
-        ended = trio.Event()
+        opened, ended = threading.Event(), trio.Event()
+
+        def work(client: SyncClient) -> Any:
+            opened.set()
+            return client.result(handle.run_id)
 
         async def wait() -> None:
             with pytest.raises(RunCancelled):
-                await blocking(lambda client: client.result(handle.run_id), hosts)
+                await blocking(work, hosts)
             ended.set()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
-            (pid,) = await eventually(partial(hosts.backends, "sync client"))
+            await trio.to_thread.run_sync(opened.wait)
+            (pid,) = await hosts.backends("sync client")
             await hosts.ask(f"SELECT pg_terminate_backend({pid})")
             await trio.sleep(0.2)
             assert not ended.is_set()
@@ -317,10 +319,3 @@ async def test_it_changes_nothing_for_a_program_on_asyncio_or_after_a_fork(hosts
     async with hosts.open(echo):
         done = await trio.to_thread.run_sync(run)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
-
-
-def test_no_verb_is_missing() -> None:
-    verbs = {
-        name for name, verb in vars(Verbs).items() if inspect.iscoroutinefunction(verb) and name[0] != "_"
-    }
-    assert verbs <= set(vars(SyncVerbs)), verbs - set(vars(SyncVerbs))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import json
 import subprocess
 import sys
@@ -29,8 +28,7 @@ from runtime import (
     Submit,
     play,
 )
-from runtime.api import Verbs
-from runtime.thread import AsyncioVerbs, RuntimeThread
+from runtime.thread import RuntimeThread
 from sql.errors import DatabaseUnreachable
 from tests.support.hosts import QUICK, ROOT, Hosts
 
@@ -204,10 +202,3 @@ def test_beside_a_web_app(config: RuntimeConfig, hosts: Hosts) -> None:
         process.communicate()
     with started(config) as rt:
         assert rt.attempts(run_id)[0].outcome == "released"
-
-
-def test_no_verb_is_missing() -> None:
-    verbs = {
-        name for name, verb in vars(Verbs).items() if inspect.iscoroutinefunction(verb) and name[0] != "_"
-    }
-    assert verbs <= set(vars(AsyncioVerbs)), verbs - set(vars(AsyncioVerbs))
