@@ -65,10 +65,12 @@ DECLARE
     v_made   text[];
     v_held   text[];     -- NULL: nobody asks for a unique key; else by position the run that keeps it
     v_some   CONSTANT boolean := num_nonnulls(VARIADIC p_extras) > 0;
+    v_shared CONSTANT boolean := v_some OR true = ANY (p_named) OR num_nonnulls(VARIADIC p_keys) > 0;
     v_now    timestamptz;
     v_lock   bigint;
 BEGIN
-    FOR i IN 1 .. v_total LOOP
+    -- Plain runs alone have nothing that anybody else might be inserting.
+    FOR i IN 1 .. CASE WHEN v_shared THEN v_total ELSE 0 END LOOP
         FOREACH v_lock IN ARRAY ARRAY[
             CASE WHEN p_named[i] THEN hashtextextended('@schema@' || E'\x1f' || p_run_ids[i], 1) END,
             CASE WHEN p_keys[i] IS NOT NULL THEN hashtextextended(
@@ -88,7 +90,7 @@ BEGIN
         END IF;
     END LOOP;
 
-    IF true = ANY (p_named) OR num_nonnulls(VARIADIC p_keys) > 0 OR v_some THEN
+    IF v_shared THEN
         SELECT array_agg(EXISTS (SELECT 1 FROM runs
                                   WHERE (i.named OR i.extras ? 'unique') AND runs.run_id = ANY (ARRAY[i.run_id]))
                       OR EXISTS (SELECT 1 FROM runs
