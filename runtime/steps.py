@@ -328,15 +328,18 @@ class Steps:
         try:
             await reply.wait()
         except trio.Cancelled:
-            if self._attempt.why not in (Why.CANCELLED, Why.LOST):
-                # The work is done: a host that stops hands its lease back after this.
-                with bounded_cleanup(_LAST_WORD_S):
-                    await _answered(reply)
+            await self._last_word(reply)
             raise
         except KernelRefused as fault:
             if fault.sqlstate == IMMUTABLE:
                 raise StepConflict(step.key, "is recorded for good and cannot be changed") from fault
             raise PayloadRefused(f"step {step.key!r} output", f"cannot be stored: {fault}") from fault
+
+    async def _last_word(self, reply: Reply[None]) -> None:
+        """When cancelled: the work is done, so let it be recorded. A stopping host hands its lease back after this."""
+        if self._attempt.why not in (Why.CANCELLED, Why.LOST):
+            with bounded_cleanup(_LAST_WORD_S):
+                await _answered(reply)
 
     def release(self, step: Step) -> None:
         """Nobody works on this step any more, and nothing is recorded: it may be called again.
@@ -366,6 +369,8 @@ class _Course:
     fn: Callable[..., Any]
     make: Callable[[str], Step]
     results: list[Any] = attrs.field(factory=list)
+    last: Reply[None] | None = None
+    """Of the end that was sent last; but for locked rows, the ones before it are recorded no later."""
 
     async def run(self, items: Iterator[Any], concurrency: int) -> list[Any]:
         failure: BaseException | None = None
@@ -411,14 +416,19 @@ class _Course:
             async for index, step, item in begun:
                 with self.steps.held(step):
                     text = await self.steps._called(step, functools.partial(self.fn, item))
-                    reply = self.steps._end(step, "completed", text)
+                    self.last = reply = self.steps._end(step, "completed", text)
                 await end.send((index, step, text, reply))
 
     async def _record(self, ended: trio.MemoryReceiveChannel[tuple[int, Step, str, Reply[None]]]) -> None:
         with ended:
-            async for index, step, text, reply in ended:
-                await self.steps._recorded(step, reply)
-                self.results[index] = self.steps._value(step, text)
+            try:
+                async for index, step, text, reply in ended:
+                    await self.steps._recorded(step, reply)
+                    self.results[index] = self.steps._value(step, text)
+            except trio.Cancelled:
+                if self.last is not None:
+                    await self.steps._last_word(self.last)
+                raise
 
 
 # --- helpers -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -772,6 +773,52 @@ async def test_a_later_attempt_maps_only_what_is_missing(hosts: Hosts, tally: Ta
         assert len(attempts) == 2
         assert attempts[0][1] > 600
         await hosts.check([handle.run_id])
+
+
+async def test_a_map_goes_on_at_another_host_when_its_own_stops(hosts: Hosts, tally: Tally) -> None:
+    async def work(n: int) -> int:
+        tally(n)
+        await trio.sleep(0.005)
+        return n
+
+    @play("moves-on")
+    async def moves_on(ctx: Context) -> int:
+        return sum(await ctx.map("work", work, range(2_000), concurrency=8))
+
+    async with hosts.open(moves_on, grace_s=0.0) as rt:
+        handle = await rt.submit(moves_on)
+
+        async def begun() -> bool:
+            return len(tally.calls) > 300
+
+        await eventually(begun)
+    recorded = await hosts.ask("SELECT key FROM @.receipts WHERE state = 'completed'")
+    assert 0 < len(recorded) < 2_000
+    async with hosts.open(moves_on) as rt:
+        assert await rt.handle(handle.run_id).result(timeout=30) == sum(range(2_000))
+        for (key,) in recorded:
+            assert tally.of(int(key.removeprefix("work[").removesuffix("]"))) == 1
+        # Only what was cut short was called again.
+        assert sum(calls > 1 for calls in tally.calls.values()) <= 8
+        await hosts.check([handle.run_id])
+
+
+async def test_large_outputs_come_back_whole(hosts: Hosts) -> None:
+    made: dict[int, str] = {}
+
+    async def large(n: int) -> str:
+        made[n] = secrets.token_hex(125_000)
+        return made[n]
+
+    @play("large")
+    async def large_(ctx: Context) -> int:
+        found = await ctx.map("large", large, range(45))
+        assert found == [made[n] for n in range(45)]
+        await ctx.sleep(1.0)
+        return ctx.attempt
+
+    async with hosts.open(large_) as rt:
+        assert await (await rt.submit(large_)).result(timeout=30) == 2
 
 
 async def test_the_first_failure_ends_a_map_and_is_raised_alone(hosts: Hosts) -> None:
