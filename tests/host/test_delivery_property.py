@@ -7,10 +7,8 @@ harms is drawn from a seed, which every failure names.
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -22,7 +20,7 @@ import pytest
 import trio
 
 from runtime import Runtime
-from tests.support.hosts import QUICK, ROOT, Hosts, eventually
+from tests.support.hosts import QUICK, Hosts, MortalHost, eventually
 from tests.support.proxies import FaultyProxy, faulty_proxy
 from tests.support.receiving import SECRET, ReceiverProcess, drop_ledger
 
@@ -39,35 +37,6 @@ BUDGETS: dict[str, Any] = {
 
 
 @attrs.define
-class DeliveringHost:
-    """One host after the other in a process of its own: killed, frozen and started again."""
-
-    command: list[str]
-    process: subprocess.Popen[str] | None = None
-    busy: trio.Lock = attrs.field(factory=trio.Lock)
-
-    async def start(self) -> None:
-        self.process = await trio.to_thread.run_sync(
-            partial(subprocess.Popen, self.command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        )
-        assert self.process.stdout is not None
-        line = await trio.to_thread.run_sync(self.process.stdout.readline)
-        assert json.loads(line)["host"]
-
-    def signal(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait(10)
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-        self.process = None
-
-
-@attrs.define
 class World:
     """Everything that a schedule may harm."""
 
@@ -75,7 +44,7 @@ class World:
     client: Runtime
     receiver: ReceiverProcess
     proxy: FaultyProxy
-    hosts: list[DeliveringHost]
+    hosts: list[MortalHost]
     run_ids: list[str] = attrs.field(factory=list)
 
     async def produce(self, until: float) -> None:
@@ -215,8 +184,8 @@ async def survive(hosts: Hosts, seed: int, seconds: float, *, drain_s: float) ->
         receiver = ReceiverProcess(hosts.dsn, hosts.schema, origin=origin)
         settings = {**QUICK, **BUDGETS, "dsn": hosts.dsn, "schema": hosts.schema, "notify": hosts.notify}
         command = [sys.executable, "-m", "tests.support.delivering", json.dumps(settings), origin, SECRET]
-        world_hosts = [DeliveringHost(command), DeliveringHost(command)]
-        processes: list[DeliveringHost | ReceiverProcess] = [receiver, *world_hosts]
+        world_hosts = [MortalHost(command), MortalHost(command)]
+        processes: list[MortalHost | ReceiverProcess] = [receiver, *world_hosts]
         async with trio.open_nursery() as nursery:
             for one in processes:
                 killed.callback(one.kill)

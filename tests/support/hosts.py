@@ -213,3 +213,45 @@ async def host_process(hosts: Hosts, *arguments: str, **more: Any) -> AsyncItera
         hello = await process.line()
         process.host_id = hello["host"]
         yield process
+
+
+@attrs.define
+class MortalHost:
+    """One host after the other in a process of its own: killed, frozen and started again.
+
+    ``command`` starts it, and says on stdout, as a line of JSON, that it is ready. ``environment`` None is ours.
+    """
+
+    command: list[str]
+    environment: Mapping[str, str] | None = None
+    process: subprocess.Popen[str] | None = None
+    busy: trio.Lock = attrs.field(factory=trio.Lock)
+
+    async def start(self) -> None:
+        self.process = await trio.to_thread.run_sync(
+            partial(
+                subprocess.Popen,
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=self.environment,
+            )
+        )
+        assert self.process.stdout is not None
+        line = await trio.to_thread.run_sync(self.process.stdout.readline)
+        assert json.loads(line)["host"]
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait(10)
+            for pipe in (self.process.stdin, self.process.stdout):
+                assert pipe is not None
+                pipe.close()
+        self.process = None
