@@ -80,12 +80,19 @@ class Waits:
         self._locked = Backoff(first_s=0.005, max_s=1.0)
 
     async def run(self, life: Life) -> None:
-        """Ask and sweep until the mailbox ends."""
+        """Ask and sweep until the mailbox ends. Connects when somebody first waits, or has something for a run."""
         standing: list[Stand] = []
         busy: list[LaunchRequest] = []
         sweep_at: float | None = None
+        life.ready()
+        if life.number > 1:
+            self._hints.wakes.set()  # the last life's sweep may have been cut short
+        while not (len(self._mailbox) or len(self._launches) or self._hints.wakes.is_set):
+            if self._mailbox.closed:
+                return
+            await self._hints.wake_waits.wait()
+        self._hints.wake_waits.set()
         async with life.session(self._options) as session:
-            life.ready()
             while True:
                 await self._hints.wake_waits.wait(self._next_look(standing, sweep_at, again=bool(busy)))
                 life.beat()
