@@ -22,13 +22,11 @@ _AGAIN_S = 30.0
 
 
 class Billing:
-    """``most_s``: the longest that a sandbox may live; one that its provider never gave back counts for that and
-    ``grace_s`` at most."""
+    """``grace_s``: a sandbox that its provider never gave back counts up to its ceiling and this."""
 
-    def __init__(self, options: SessionOptions, hints: Hints, *, most_s: float, grace_s: float) -> None:
+    def __init__(self, options: SessionOptions, hints: Hints, *, grace_s: float) -> None:
         self._options = options
         self._hints = hints
-        self._most_s = most_s
         self._grace_s = grace_s
 
     async def run(self, life: Life) -> None:
@@ -41,9 +39,7 @@ class Billing:
                 if life.stopping.is_set():
                     return
                 life.beat()
-                done = await door.finalise(
-                    session, limit=_BATCH, most_s=self._most_s, grace_s=self._grace_s, again_s=_AGAIN_S
-                )
+                done = await door.finalise(session, limit=_BATCH, grace_s=self._grace_s, again_s=_AGAIN_S)
                 if done.finalised:
                     log.info("event=billed runs=%d", done.finalised)
                 look_at = None

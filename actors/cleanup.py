@@ -82,6 +82,7 @@ class Cleanup:
 
     async def run(self, life: Life) -> None:
         """Clean up until asked to stop."""
+        held = Backoff(first_s=0.01, max_s=1.0)
         async with life.session(self._options) as session:
             life.ready()
             look_at: float | None = None
@@ -95,9 +96,14 @@ class Cleanup:
                     session, [self._provider], token=new_token(), limit=_AT_ONCE, lease_s=self._lease_s
                 )
                 await self._fulfil(session, due)
+                if due or next_due_s is None or next_due_s > 0:
+                    held.reset()
+                    wait_s = next_due_s
+                else:
+                    wait_s = held.next()  # what is due is locked by somebody
                 look_at = None
-                if next_due_s is not None:
-                    look_at = trio.current_time() + max(0.0, next_due_s) + random.uniform(0.0, 0.02)
+                if wait_s is not None:
+                    look_at = trio.current_time() + max(0.0, wait_s) + random.uniform(0.0, 0.02)
                 if trio.current_time() >= count_at:
                     count_at = trio.current_time() + _CENSUS_EVERY_S
                     await self._count(session)
@@ -154,23 +160,24 @@ class Cleanup:
             )
 
     async def _failed(self, session: Session, obligation: Obligation, step: Step) -> None:
-        blocked = step.final or obligation.tries >= self._most_failures
+        failures = obligation.failures + 1
+        blocked = step.final or failures >= self._most_failures
         log.log(
             logging.ERROR if blocked else logging.WARNING,
-            "event=cleanup_%s sandbox=%s provider=%s run=%s tries=%d error=%r",
+            "event=cleanup_%s sandbox=%s provider=%s run=%s failures=%d error=%r",
             "blocked" if blocked else "failed",
             obligation.sandbox,
             obligation.provider,
             obligation.run_id,
-            obligation.tries,
+            failures,
             step.error,
         )
         await door.postpone(
             session,
             obligation,
-            delay_s=_spread(obligation.tries, _BACKOFF_S),
+            delay_s=_spread(failures, _BACKOFF_S),
             error=step.error,
-            block=f"gave up after {obligation.tries} tries: {step.error}" if blocked else None,
+            block=f"gave up after {failures} failures: {step.error}" if blocked else None,
         )
 
     async def _insist(self, write: Callable[[], Awaitable[str]]) -> str:
@@ -184,16 +191,23 @@ class Cleanup:
             await trio.sleep(backoff.next())
 
     async def _count(self, session: Session) -> None:
-        names: Sequence[str] = ()
-        with trio.move_on_after(self._lease_s * 0.8):
-            names = await self._census()
-        orphans = await door.unknown(session, names) if names else []
+        orphans = await self._unanswered_for(session)
+        if orphans:
+            # Counted and asked about are two moments: what was deleted in between is not there the second time.
+            still = set(await self._unanswered_for(session))
+            orphans = [name for name in orphans if name in still]
         if orphans:
             shown = ",".join(orphans[:10])
             log.error(
                 "event=orphan_sandboxes provider=%s count=%d names=%s", self._provider, len(orphans), shown
             )
         self._on_orphans(self._provider, orphans)
+
+    async def _unanswered_for(self, session: Session) -> Sequence[str]:
+        names: Sequence[str] = ()
+        with trio.move_on_after(self._lease_s * 0.8):
+            names = await self._census()
+        return await door.unknown(session, names) if names else []
 
 
 def _spread(tries: int, bounds: tuple[float, float]) -> float:

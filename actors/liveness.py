@@ -18,6 +18,7 @@ from actors.hints import Hints
 from sql import runners as door
 from sql import sandboxes
 from sql.connection import Session, SessionOptions
+from sql.errors import ItemFault
 from sql.runners import Silent, Verdict
 
 log = logging.getLogger("runlane.liveness")
@@ -75,14 +76,13 @@ class Liveness:
                 if life.stopping.is_set():
                     return
                 life.beat()
-                settled, remaining = await door.settle_results(session, limit=_SETTLED_PAGE)
-                if settled:
-                    self._tell()
+                remaining = await self._settle(session)
                 silent, next_due_s = await door.sweep(
                     session, [self._provider], limit=_PAGE, look_s=self._look_s
                 )
                 await self._look(session, silent)
-                if remaining:
+                if remaining or (not silent and next_due_s is not None and next_due_s <= 0):
+                    # Somebody holds the rows that are due.
                     look_at = trio.current_time() + held.next()
                 elif next_due_s is None:
                     look_at = None
@@ -90,6 +90,17 @@ class Liveness:
                     held.reset()
                     # Hosts share this work: a little apart, so that they do not all look in the same millisecond.
                     look_at = trio.current_time() + max(0.0, next_due_s) + random.uniform(0.0, 0.05)
+
+    async def _settle(self, session: Session) -> int:
+        try:
+            settled, remaining = await door.settle_results(session, limit=_SETTLED_PAGE)
+        except ItemFault as fault:
+            # What is kept was checked when it came: this is for an operator, and must not stop the sweep.
+            log.error("event=results_unsettled provider=%s error=%r", self._provider, fault)
+            return 1
+        if settled:
+            self._tell()
+        return remaining
 
     async def _look(self, session: Session, silent: Sequence[Silent]) -> None:
         judged: list[tuple[Silent, Judgement]] = []

@@ -528,13 +528,11 @@ class Verbs:
     async def set_limit(self, kind: str, name: str, max_running: int | None) -> None:
         """Limit how many attempts of an organisation run at once, on all hosts: ``set_limit("org", "acme", 10)``.
 
-        None lifts the limit, 0 holds everything back. A lower limit ends nothing that runs. (The limits of plays and
-        keys are options of ``@play``.) Raises InputRefused naming the argument.
+        ``"sandbox_org"`` limits the sandboxes of an organisation, ``"sandbox"`` those of a provider by its ``key``, or
+        of all together under the name ``""``. None lifts the limit, 0 holds everything back. A lower limit ends nothing
+        that runs. (The limits of plays and keys are options of ``@play``.) Raises InputRefused naming the argument.
         """
-        if kind != "org":
-            raise InputRefused("kind", f"must be 'org', not {preview(kind)}; plays bring their own limits")
-        if ids.check_org_id(name) is None:
-            raise InputRefused("name", "must be str, not NoneType")
+        ids.check_limit_of(kind, name)
         most = ids.check_limit(max_running)
         await self._ask(lambda session: limits.set_limit(session, kind, name, most))
 

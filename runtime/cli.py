@@ -673,11 +673,12 @@ def limits_verb() -> None:
 @cli.command("set-limit")
 @json_option
 @database_options
-@click.argument("kind", type=click.Choice(["org"]))
+@click.argument("kind", type=click.Choice(ids.LIMITS))
 @click.argument("name")
 @click.argument("most", metavar="RUNS|none")
 def set_limit_verb(kind: str, name: str, most: str) -> None:
-    """Limit how many runs of the organisation NAME run at once, on all hosts.
+    """Limit what there is at once, on all hosts: runs of the organisation NAME (org), sandboxes of the organisation
+    NAME (sandbox_org) or of the provider NAME (sandbox; an empty NAME: of all providers together).
 
     0 holds them back, none lifts the limit. A lower limit ends nothing that runs.
 
@@ -685,12 +686,13 @@ def set_limit_verb(kind: str, name: str, most: str) -> None:
     Examples:
       runlane set-limit org acme 10
       runlane set-limit org acme none
+      runlane set-limit sandbox "" 50
     """
     settings = settings_of_command()
     if most != "none" and not (most.isascii() and most.isdigit()):
         raise InputRefused("max_running", f"must be a whole number or none, not {most!r}")
     wanted = ids.check_limit(None if most == "none" else int(most))
-    ids.check_org_id(name)
+    ids.check_limit_of(kind, name)
 
     async def body(session: Session) -> bool:
         return await limits.set_limit(session, kind, name, wanted)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import attrs
 import trio
 
 from actors.attempts import Attempt, Why
-from actors.cleanup import Delete, Step
+from actors.cleanup import Census, Delete, Step
 from actors.core import Mailbox, bounded_cleanup
 from actors.custody import Entry, GivenUp
 from actors.executors import released
@@ -23,7 +22,7 @@ from actors.liveness import Judge, Judgement
 from runtime.executor import Executor
 from runtime.plays import Play
 from runtime.runner_tokens import Bearer, RunnerTokens
-from runtime.sandboxes import Inspection, SandboxProvider, SandboxRef, SandboxSpec
+from runtime.sandboxes import Created, Inspection, SandboxProvider, SandboxRef, SandboxSpec
 from sql.errors import CapacityUnavailable, Deferral, DependencyUnavailable
 from sql.runners import Detachment, Silent, Verdict
 from sql.sandboxes import Custody, Obligation, Reservation
@@ -69,26 +68,26 @@ class Launcher:
     async def __call__(self, play: Play, attempt: Attempt) -> bool:
         """True: the attempt is its runner's now. False: it was lost meanwhile.
 
-        Raises CapacityUnavailable and DependencyUnavailable, which cost the run nothing. Whatever happens, the sandbox
-        is deleted unless the attempt was handed over.
+        Raises CapacityUnavailable and DependencyUnavailable, which cost the run nothing, and what the database has to
+        say. Whatever happens, the sandbox is deleted unless the attempt was handed over.
         """
         assert play.sandbox is not None
         provider = self._providers[play.sandbox]
-        sandbox = f"rl-{attempt.run_id}.{attempt.attempt}.{attempt.token % 2**32:08x}"
-        answer = await self._tell(
-            Reservation(attempt.run_id, attempt.attempt, attempt.token, sandbox, provider.key)
-        )
-        if answer == "full":
-            raise CapacityUnavailable(f"no room for another {play.sandbox} sandbox", retry_after=_RETRY_S)
-        if answer != "reserved":
-            return False
-        handed_over = False
+        tag = self._launch.tokens.tag
+        sandbox = f"{tag}-{attempt.run_id}.{attempt.attempt}.{attempt.token % 2**32:08x}"
+        needed = True
         try:
-            created = None
-            with trio.move_on_after(self._launch.create_s):
-                created = await provider.create(await self._spec(play, attempt, sandbox))
-            if created is None:
-                raise TimeoutError(f"no answer within {self._launch.create_s:g} s")
+            answer = await self._tell(
+                Reservation(attempt.run_id, attempt.attempt, attempt.token, sandbox, provider.key)
+            )
+            if answer != "reserved":
+                needed = False  # nothing was written down
+                if answer == "full":
+                    raise CapacityUnavailable(
+                        f"no room for another {play.sandbox} sandbox", retry_after=_RETRY_S
+                    )
+                return False
+            created = await self._create(provider, play, await self._spec(play, attempt, sandbox))
             # From here on what we know must not be lost to a stop: it is written down, whoever is in a hurry.
             with bounded_cleanup(_WRITE_S):
                 await self._tell(Custody(sandbox, created.provider_id, created.routing_domain))
@@ -100,16 +99,25 @@ class Launcher:
                     self._launch.heartbeat_timeout_s,
                     play.ceiling_s,
                 )
-                handed_over = await self._tell(detachment) == "done"
-        except Exception as exc:  # the provider's own: whatever it raises, there is no sandbox to speak of
-            log.warning("event=sandbox_failed run=%s provider=%s error=%r", attempt.run_id, provider.key, exc)
-            reason = f"sandbox provider {play.sandbox}: {type(exc).__name__}: {exc}"
-            raise DependencyUnavailable(f"sandbox:{play.sandbox}", reason, retry_after=_RETRY_S) from exc
+                needed = await self._tell(detachment) != "done"
+            return not needed
         finally:
-            if not handed_over:
+            if needed:
                 with bounded_cleanup(_WRITE_S):
                     await self._tell(GivenUp(sandbox))
-        return handed_over
+
+    async def _create(self, provider: SandboxProvider, play: Play, spec: SandboxSpec) -> Created:
+        try:
+            with trio.fail_after(self._launch.create_s):
+                return await provider.create(spec)
+        except trio.TooSlowError:
+            reason = f"no answer within {self._launch.create_s:g} s"
+        except Exception as exc:  # the provider's own: whatever it raises, there is no sandbox to speak of
+            reason = f"{type(exc).__name__}: {exc}"
+        log.warning("event=sandbox_failed run=%s provider=%s error=%r", spec.run_id, provider.key, reason)
+        raise DependencyUnavailable(
+            f"sandbox:{play.sandbox}", f"sandbox provider {play.sandbox}: {reason}", retry_after=_RETRY_S
+        )
 
     async def _spec(self, play: Play, attempt: Attempt, sandbox: str) -> SandboxSpec:
         bearer = Bearer(attempt.run_id, attempt.attempt, attempt.token)
@@ -215,20 +223,28 @@ def delete_with(provider: SandboxProvider) -> Delete:
         ref = SandboxRef(obligation.sandbox, obligation.provider_id, obligation.routing_domain)
         outcome = "deleted"
         try:
-            if obligation.accepted_at is None:
+            # One that was in the making may have come into being after its deletion was taken.
+            if obligation.accepted_at is None or not obligation.certain:
                 outcome = await provider.delete(ref)
                 tell(Step("accepted", outcome, obligation.routing_domain))
             inspection = await provider.inspect(ref)
         except Exception as exc:  # the provider's own
             tell(Step("failed", error=f"{type(exc).__name__}: {exc}"))
             return
-        kind = "gone" if inspection.state == "absent" else "there"
+        kind = "gone" if inspection.state == "absent" and obligation.certain else "there"
         tell(Step(kind, outcome, inspection.routing_domain))
 
     return delete
 
 
-def longest_s(plays: Mapping[str, Play]) -> float:
-    """The longest that a sandbox of these plays may live; infinite ones count as a year."""
-    ceilings = [play.ceiling_s or math.inf for play in plays.values() if play.sandbox is not None]
-    return min(max(ceilings, default=0.0), 365 * 86_400.0)
+def census_with(provider: SandboxProvider, tag: str) -> Census:
+    """How sandboxes that exist at this provider are counted: only ours, others may share it."""
+
+    async def census() -> Sequence[str]:
+        try:
+            return [name for name in await provider.names() if name.startswith(f"{tag}-")]
+        except Exception as exc:  # the provider's own: nothing is known
+            log.warning("event=census_failed provider=%s error=%r", provider.key, exc)
+            return []
+
+    return census

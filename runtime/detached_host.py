@@ -20,7 +20,7 @@ from actors.hints import Hints
 from actors.liveness import Liveness
 from actors.runners import Runners, Word
 from runtime.config import RuntimeConfig
-from runtime.detached import Launch, Launcher, delete_with, judge_with, longest_s
+from runtime.detached import Launch, Launcher, census_with, delete_with, judge_with
 from runtime.gateway import Desk
 from runtime.plays import Play
 from runtime.runner_tokens import Bearer, RunnerTokens
@@ -131,7 +131,7 @@ class DetachedWork:
             ),
             (
                 "billing",
-                Billing(self._options, hints, most_s=longest_s(self._plays), grace_s=config.billing_grace_s),
+                Billing(self._options, hints, grace_s=config.billing_grace_s),
                 hints.billing.set,
                 (),
             ),
@@ -141,7 +141,7 @@ class DetachedWork:
                 self._options,
                 hints,
                 delete_with(provider),
-                provider.names,
+                census_with(provider, self._tokens.tag),
                 provider=provider.key,
                 lease_s=config.cleanup_lease_s,
                 most_failures=config.cleanup_failures,

@@ -26,6 +26,8 @@ MAX_DELAY_S = 10 * 366 * 86_400.0
 MAX_KEY_CHARS = 255
 MAX_RECEIVER_CHARS = 128
 MAX_RUNNING = 1_000_000
+LIMITS = ("org", "sandbox", "sandbox_org")
+"""What has limits that operators set."""
 MAX_STEP_KEY_CHARS = 255
 MAX_MAP_KEY_CHARS = 240  # the index of an item follows
 MAX_LABELS = 32
@@ -136,6 +138,20 @@ def check_limit(value: Any) -> int | None:
             "max_running", f"must be an int from 0 to {MAX_RUNNING}, or None, not {preview(value)}"
         )
     return int(value)
+
+
+def check_limit_of(kind: Any, name: Any) -> None:
+    """InputRefused unless ``kind`` is one of ``LIMITS`` and ``name`` is of an organisation or a provider ("": all)."""
+    if not isinstance(kind, str) or kind not in LIMITS:
+        raise InputRefused(
+            "kind", f"must be one of {', '.join(LIMITS)}, not {preview(kind)}; plays bring their own limits"
+        )
+    if name is None:
+        raise InputRefused("name", "must be str, not NoneType")
+    if kind != "sandbox":
+        check_org_id(name)
+    elif name != "":
+        _checked_text("name", name, MAX_KEY_CHARS)
 
 
 def check_event_name(value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 
 import attrs
@@ -19,6 +20,7 @@ AUDIENCE = "runlane-gateway"
 
 _ALGORITHM = "HS256"
 _LEEWAY_S = 10.0
+_LEASE = re.compile(r"[0-9]{1,19}", re.ASCII)
 _CLAIMS = ("iss", "aud", "exp", "iat", "schema", "run_id", "attempt", "lease")
 
 
@@ -47,6 +49,11 @@ class RunnerTokens:
         """With a key of its own, derived from the hosts' secret: no other token is ever taken for one of these."""
         key = hmac.new(secret.encode(), f"{AUDIENCE}\x1f{schema}".encode(), hashlib.sha256).digest()
         return cls(key, schema)
+
+    @property
+    def tag(self) -> str:
+        """What the names of these hosts' sandboxes begin with: providers are shared, also by other schemas."""
+        return "rl" + hmac.new(self.secret, b"sandboxes", hashlib.sha256).hexdigest()[:8]
 
     def mint(self, bearer: Bearer, *, lifetime_s: float) -> str:
         """A token that allows speaking for this attempt."""
@@ -89,7 +96,12 @@ class RunnerTokens:
             raise RunnerRefused("the token is for another schema")
         run_id, attempt, lease = claims["run_id"], claims["attempt"], claims["lease"]
         fits = (
-            isinstance(run_id, str) and type(attempt) is int and isinstance(lease, str) and lease.isdecimal()
+            isinstance(run_id, str)
+            and type(attempt) is int
+            and 0 < attempt < 2**31
+            and isinstance(lease, str)
+            and _LEASE.fullmatch(lease)
+            and int(lease) < 2**63
         )
         if not fits:
             raise RunnerRefused("the token's claims are malformed")

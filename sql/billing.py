@@ -43,13 +43,9 @@ class Finalised:
     next_due_s: float | None
 
 
-async def finalise(
-    session: Session, *, limit: int, most_s: float, grace_s: float, again_s: float
-) -> Finalised:
-    """Finalise jobs that are due. A sandbox counts for ``most_s`` plus ``grace_s`` at most. Safe to repeat."""
-    row = await session.fetchrow(
-        call(session.options.schema, "finalise_billing", 4), limit, most_s, grace_s, again_s
-    )
+async def finalise(session: Session, *, limit: int, grace_s: float, again_s: float) -> Finalised:
+    """Finalise jobs that are due. A sandbox counts up to its ceiling and ``grace_s`` at most. Safe to repeat."""
+    row = await session.fetchrow(call(session.options.schema, "finalise_billing", 3), limit, grace_s, again_s)
     assert row is not None
     return Finalised(row["finalised"], row["postponed"], row["next_due_s"])
 

@@ -15,8 +15,9 @@ from sql.submit import refusal
 
 @attrs.frozen
 class Limit:
-    """``kind`` is ``play``, ``org`` or ``key``; ``name`` is the organisation, or the play (``key``: a limit for each of
-    its keys). ``running``: attempts that count against it now; None for a limit per key.
+    """``kind`` is ``play``, ``org``, ``key``, ``sandbox`` or ``sandbox_org``; ``name`` is the organisation, the play
+    (``key``: a limit for each of its keys), or the provider (empty: all). ``running``: attempts, or sandboxes, that
+    count against it now; None for a limit per key.
     """
 
     kind: str
@@ -26,7 +27,8 @@ class Limit:
 
 
 async def set_limit(session: Session, kind: str, name: str, max_running: int | None) -> bool:
-    """Set or (None) lift the limit of an organisation; whether that changed anything. Safe to repeat.
+    """Set or (None) lift a limit of kind ``org``, ``sandbox`` or ``sandbox_org``; whether that changed
+    anything. Safe to repeat.
 
     Raises ``InputRefused`` naming the argument.
     """

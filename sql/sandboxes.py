@@ -39,7 +39,11 @@ class Custody:
 
 @attrs.define(slots=True)
 class Obligation:
-    """A sandbox that has to be deleted, under this cleaner's lease. ``accepted_at``: the provider took it before."""
+    """A sandbox that has to be deleted, under this cleaner's lease.
+
+    ``accepted_at``: the provider took the deletion before. ``certain``: that it is absent proves that it will stay so;
+    without that it may still be in the making.
+    """
 
     sandbox: str
     provider: str
@@ -48,7 +52,9 @@ class Obligation:
     run_id: str
     attempt: int
     tries: int
+    failures: int
     accepted_at: datetime | None
+    certain: bool
     token: int = attrs.field(kw_only=True)
 
 

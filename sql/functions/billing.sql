@@ -4,11 +4,11 @@
 -- without one. Fence: the record's derived id; a record is never changed.
 
 -- Finalises jobs that are due: of runs that have ended and whose sandboxes have all been taken by their provider, or have
--- outlived their ceiling by p_grace_s (they are billed up to that and told as late). Others are looked at again in
--- p_again_s. Runner time ends when the result was first received, sandbox time when the provider took the deletion:
+-- outlived their ceiling (without one: their attempt) by p_grace_s; those are billed up to that and told as late. What no
+-- provider ever said to exist costs nothing. Others are looked at again in p_again_s. Runner time ends when the result was first received, sandbox time when the provider took the deletion:
 -- both are moments of this database, never a sandbox's own word.
 CREATE OR REPLACE FUNCTION @schema@.finalise_billing(
-    p_limit integer, p_most_s double precision, p_grace_s double precision, p_again_s double precision
+    p_limit integer, p_grace_s double precision, p_again_s double precision
 ) RETURNS TABLE (finalised integer, postponed integer, next_due_s double precision)
 LANGUAGE plpgsql
 @seek@
@@ -35,7 +35,7 @@ BEGIN
          WHERE (r.run_id IS NULL OR r.finished_at IS NOT NULL)
            AND NOT EXISTS (SELECT 1 FROM sandboxes s
                             WHERE s.run_id = ANY (ARRAY[i.run_id]) AND s.accepted_at IS NULL
-                              AND s.created_at + make_interval(secs => p_most_s + p_grace_s) > v_now);
+                              AND billed_until(s, p_grace_s) > v_now);
 
         INSERT INTO compute_records (record_id, run_id, attempt, kind, provider, org_id, started_at, ended_at, recorded_at)
         SELECT CASE WHEN s.accepted_at IS NULL
@@ -44,9 +44,9 @@ BEGIN
                     ELSE s.run_id || ':sandbox:' || s.sandbox END,
                s.run_id, s.attempt, CASE WHEN s.accepted_at IS NULL THEN 'late_sandbox' ELSE 'sandbox' END,
                s.provider, s.org_id, coalesce(s.custody_at, s.created_at),
-               coalesce(s.accepted_at, s.created_at + make_interval(secs => p_most_s + p_grace_s)), v_now
+               coalesce(s.accepted_at, billed_until(s, p_grace_s)), v_now
           FROM sandboxes s
-         WHERE s.run_id = ANY (v_done) AND (s.custody_at IS NOT NULL OR s.accepted_at IS NULL)
+         WHERE s.run_id = ANY (v_done) AND s.custody_at IS NOT NULL
         UNION ALL
         SELECT a.run_id || ':runner:' || a.attempt, a.run_id, a.attempt, 'runner', s.provider, s.org_id,
                coalesce(s.custody_at, s.created_at), least(coalesce(q.received_at, a.ended_at), a.ended_at), v_now
@@ -66,6 +66,15 @@ BEGIN
     RETURN QUERY SELECT coalesce(cardinality(v_done), 0), coalesce(cardinality(v_ids), 0) - coalesce(cardinality(v_done), 0),
                         seconds_until(v_next, v_now);
 END
+$$;
+
+-- The latest moment up to which a sandbox may be billed when its provider never took its deletion.
+CREATE OR REPLACE FUNCTION @schema@.billed_until(p_sandbox @schema@.sandboxes, p_grace_s double precision) RETURNS timestamptz
+LANGUAGE sql IMMUTABLE
+@seek@
+AS $$
+    SELECT coalesce(nullif(p_sandbox.ceiling_at, 'infinity'), p_sandbox.wanted_at, p_sandbox.created_at)
+           + make_interval(secs => p_grace_s)
 $$;
 
 -- One page of records for export, in the order in which they were made.

@@ -106,9 +106,11 @@ BEGIN
 END
 $$;
 
--- An operator's verb, and the public SQL door: how many runs of an organisation may run at once.
+-- An operator's verb, and the public SQL door: how many runs of an organisation ('org'), or sandboxes of a provider
+-- ('sandbox'; '' for all together) or of an organisation ('sandbox_org') there may be at once.
 --
 --   SELECT runlane.set_limit('org', 'acme', 10);
+--   SELECT runlane.set_limit('sandbox', '', 50);
 --
 -- NULL lifts the limit, 0 holds everything back. A lower limit ends nothing that runs. (The limits of plays and keys
 -- are options of the play, set by its hosts when they start.) True if that changed anything.
@@ -117,8 +119,10 @@ LANGUAGE plpgsql
 SET search_path = @schema@, pg_temp
 AS $$
 BEGIN
-    IF p_kind IS DISTINCT FROM 'org' THEN
-        PERFORM refuse('kind', 'must be ''org''; limits of plays and keys are options of the play');
+    IF coalesce(p_kind, '') NOT IN ('org', 'sandbox', 'sandbox_org') THEN
+        PERFORM refuse('kind', 'must be ''org'', ''sandbox'' or ''sandbox_org''; limits of plays and keys are options of the play');
+    ELSIF p_name = '' AND p_kind = 'sandbox' THEN
+        NULL;  -- all of them
     ELSIF coalesce(length(p_name), 0) NOT BETWEEN 1 AND 255 THEN
         PERFORM refuse('name', 'must be a string of 1 to 255 characters');
     ELSIF p_max_running NOT BETWEEN 0 AND 1000000 THEN
@@ -149,6 +153,8 @@ AS $$
            CASE l.kind
                WHEN 'play' THEN (SELECT count(*) FROM runs r WHERE r.play = l.name AND r.status = 'running' AND r.limited)
                WHEN 'org' THEN (SELECT count(*) FROM runs r WHERE r.org_id = l.name AND r.status = 'running')
+               WHEN 'sandbox' THEN sandboxes_open(nullif(l.name, ''), NULL, NULL)
+               WHEN 'sandbox_org' THEN sandboxes_open(NULL, l.name, NULL)
            END::integer
       FROM limits l
      WHERE (l.kind, l.name) > (p_after_kind, p_after_name)

@@ -44,7 +44,7 @@ BEGIN
         RETURNING r.run_id, r.attempt, r.lease_token, r.last_seq, i.sandbox, i.timeout_s,
                   coalesce(v_now + make_interval(secs => i.ceiling_s), 'infinity') AS ceiling_at
     ), kept AS (
-        UPDATE sandboxes s SET due_at = 'infinity' FROM detached d WHERE s.sandbox = ANY (ARRAY[d.sandbox])
+        UPDATE sandboxes s SET due_at = 'infinity', ceiling_at = d.ceiling_at FROM detached d WHERE s.sandbox = ANY (ARRAY[d.sandbox])
         RETURNING s.sandbox, s.provider
     ), told AS (
         INSERT INTO facts (run_id, lane, seq, type, created_at, payload)

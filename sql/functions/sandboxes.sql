@@ -1,12 +1,13 @@
 -- sandboxes: capacity, and the obligation to delete everything that was ever asked for.
 --
--- Lock order: sandbox rows, SKIP LOCKED; after a run's rows where both are needed. Capacity takes one advisory lock per
--- schema, tried, so that two hosts cannot both count the last place as free.
+-- Lock order: run rows, then sandbox rows, all SKIP LOCKED. Capacity takes one advisory lock per schema, tried, so that
+-- two hosts cannot both count the last place as free.
 -- Fences: the primary key (our own name of the sandbox, derived from run, attempt and token), and lease_token for
 -- cleanup. A confirmed row is final and stays until its run goes: it is the proof that nothing was left behind.
 
 -- Reserves capacity for sandboxes of live attempts, with the obligation to delete each. Until the attempt is detached the
--- obligation is due in p_due_s seconds: if the host dies in between, cleanup finds whatever there is.
+-- obligation is due in p_due_s seconds: if the host dies in between, cleanup finds whatever there is. The run's row is
+-- locked, so that no run ends, and has its bill made, beside a reservation.
 --
 -- Limits are rows of limits: kind 'sandbox' by provider ('' for all together), 'sandbox_org' by organisation.
 -- answer: reserved (also when asked again) | full | busy | lost (the attempt is not live).
@@ -20,11 +21,19 @@ AS $$
 #variable_conflict use_column
 DECLARE
     v_now   timestamptz;
+    v_free  text[];
     v_item  record;
     v_limit record;
     v_full  boolean;
 BEGIN
     PERFORM require_read_committed();
+    SELECT array_agg(t.run_id) INTO v_free
+      FROM (SELECT r.run_id
+              FROM unnest(p_run_ids, p_attempts, p_tokens) AS i (run_id, attempt, token)
+              JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
+             WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
+               AND r.lease_owner <> 0
+               FOR NO KEY UPDATE OF r SKIP LOCKED) t;
     v_now := clock();
 
     FOR v_item IN
@@ -37,7 +46,10 @@ BEGIN
           LEFT JOIN sandboxes s ON s.sandbox = ANY (ARRAY[i.sandbox]) AND s.wanted_at IS NULL
     LOOP
         ord := v_item.ord;
-        answer := CASE WHEN NOT v_item.live THEN 'lost' WHEN v_item.known THEN 'reserved' END;
+        answer := CASE WHEN NOT v_item.live THEN 'lost'
+                       WHEN v_item.known THEN 'reserved'
+                       WHEN v_item.run_id = ANY (v_free) THEN NULL
+                       ELSE 'busy' END;
         IF answer IS NULL THEN
             v_full := false;
             FOR v_limit IN
@@ -60,9 +72,9 @@ BEGIN
                 INSERT INTO billing_jobs (run_id, created_at, due_at)
                 VALUES (v_item.run_id, v_now, v_now + interval '1 minute')
                 ON CONFLICT DO NOTHING;
-                INSERT INTO sandboxes (sandbox, provider, run_id, attempt, org_id, environment, created_at, due_at)
+                INSERT INTO sandboxes (sandbox, provider, run_id, attempt, org_id, environment, created_at, due_at, certain_at)
                 VALUES (v_item.sandbox, v_item.provider, v_item.run_id, v_item.attempt, v_item.org_id, v_item.environment,
-                        v_now, v_now + make_interval(secs => p_due_s))
+                        v_now, v_now + make_interval(secs => p_due_s), v_now + make_interval(secs => p_due_s))
                 ON CONFLICT DO NOTHING;
                 answer := CASE WHEN FOUND THEN 'reserved' ELSE 'lost' END;
             END IF;
@@ -72,7 +84,7 @@ BEGIN
 END
 $$;
 
--- Sandboxes that take up room, counted up to p_most. With providers and organisations left open it counts all.
+-- Sandboxes that take up room, counted up to p_most (NULL: all). With providers and organisations left open it counts all.
 CREATE OR REPLACE FUNCTION @schema@.sandboxes_open(p_provider text, p_org text, p_most integer) RETURNS integer
 LANGUAGE sql STABLE
 @seek@
@@ -117,13 +129,14 @@ AS $$
 $$;
 
 -- Claims obligations that are due, up to p_limit per provider, the longest due first. Taking one says that it is wanted
--- back: an attempt that has not been detached by now never will be.
+-- back: an attempt that has not been detached by now never will be. `certain`: that it is not there proves that it never
+-- will be, because it was seen before, or because whoever asked for it has given up long since.
 -- Always ends with one row with sandbox NULL that carries next_due_s, as claim_runs does.
 CREATE OR REPLACE FUNCTION @schema@.claim_cleanup(
     p_providers text[], p_token bigint, p_limit integer, p_lease_s double precision
 ) RETURNS TABLE (
     sandbox text, provider text, provider_id text, routing_domain text, run_id text, attempt integer, tries integer,
-    accepted_at timestamptz, next_due_s double precision
+    failures integer, accepted_at timestamptz, certain boolean, next_due_s double precision
 )
 LANGUAGE plpgsql
 @seek@
@@ -150,14 +163,15 @@ BEGIN
                due_at = v_now + make_interval(secs => p_lease_s), tries = s.tries + 1,
                wanted_at = coalesce(s.wanted_at, v_now)
           FROM due d WHERE s.sandbox = ANY (ARRAY[d.sandbox])
-        RETURNING s.sandbox, s.provider, s.provider_id, s.routing_domain, s.run_id, s.attempt, s.tries, s.accepted_at,
-                  NULL::double precision;
+        RETURNING s.sandbox, s.provider, s.provider_id, s.routing_domain, s.run_id, s.attempt, s.tries, s.failures,
+                  s.accepted_at, s.custody_at IS NOT NULL OR s.certain_at <= v_now, NULL::double precision;
         GET DIAGNOSTICS v_seen = ROW_COUNT;
         v_full := v_full OR v_seen = p_limit;
     END LOOP;
 
     RETURN QUERY
-    SELECT NULL::text, NULL::text, NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::timestamptz,
+    SELECT NULL::text, NULL::text, NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::integer,
+           NULL::timestamptz, NULL::boolean,
            seconds_until(CASE WHEN v_full THEN v_now ELSE sandboxes_next_due(p_providers) END, v_now);
 END
 $$;
@@ -268,7 +282,7 @@ LANGUAGE plpgsql
 @seek@
 AS $$
 BEGIN
-    UPDATE sandboxes s SET block_reason = NULL, due_at = clock()
+    UPDATE sandboxes s SET block_reason = NULL, due_at = clock(), tries = 0, failures = 0
      WHERE s.sandbox = ANY (ARRAY[p_sandbox]) AND s.block_reason IS NOT NULL AND s.confirmed_at IS NULL;
     RETURN FOUND;
 END

@@ -15,7 +15,9 @@ AS $$
     SELECT r.run_id, r.play, r.status, r.org_id, r.priority, r.labels, r.release_id, r.created_at, r.started_at,
            r.finished_at, nullif(r.due_at, 'infinity'), r.attempt, r.failures, r.crashes, r.wait_kind, r.wait_key,
            r.wait_until,
-           CASE WHEN r.status = 'running' THEN coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
+           CASE WHEN r.status <> 'running' THEN NULL
+                WHEN r.lease_owner = 0 THEN attempt_sandbox(r.run_id, r.attempt)
+                ELSE coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
            r.lease_expires_at, r.last_seq, r.acked_seq, r.lane_error, r.parent_id, r.root_id,
            CASE WHEN r.wait_kind IS NOT NULL THEN standing_waits(r.run_id, r.wait_seq) END,
            r.environment, f.created_at
@@ -86,6 +88,15 @@ AS $$
      WHERE r.run_id IS NULL OR r.finished_at IS NOT NULL
 $$;
 
+-- Where a detached attempt works or has worked.
+CREATE OR REPLACE FUNCTION @schema@.attempt_sandbox(p_run_id text, p_attempt integer) RETURNS text
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT coalesce((SELECT 'sandbox ' || s.sandbox || ' (' || s.provider || ')' FROM sandboxes s
+                      WHERE s.run_id = ANY (ARRAY[p_run_id]) AND s.attempt = p_attempt LIMIT 1), 'a sandbox')
+$$;
+
 -- Attempts of a run, oldest first.
 CREATE OR REPLACE FUNCTION @schema@.read_attempts(p_run_id text)
 RETURNS TABLE (
@@ -94,7 +105,10 @@ RETURNS TABLE (
 LANGUAGE sql STABLE
 @seek@
 AS $$
-    SELECT a.attempt, a.outcome, coalesce(h.name || ' pid ' || h.pid, a.owner::text), a.started_at, a.ended_at, a.error
+    SELECT a.attempt, a.outcome,
+           CASE a.owner WHEN 0 THEN attempt_sandbox(a.run_id, a.attempt)
+                        ELSE coalesce(h.name || ' pid ' || h.pid, a.owner::text) END,
+           a.started_at, a.ended_at, a.error
       FROM attempts a
       LEFT JOIN hosts h ON h.host = a.owner
      WHERE a.run_id = p_run_id ORDER BY a.attempt

@@ -44,10 +44,12 @@ CREATE INDEX runner_results_unsettled_idx ON @schema@.runner_results (received_a
 CREATE TABLE @schema@.sandboxes (
     created_at        timestamptz NOT NULL,
     due_at            timestamptz NOT NULL,     -- earliest moment at which somebody may delete it; an accelerator
+    certain_at        timestamptz NOT NULL,     -- until then one that nobody has seen may still be in the making
     attempt           integer     NOT NULL,
     tries             integer     NOT NULL DEFAULT 0,
     failures          integer     NOT NULL DEFAULT 0,
     custody_at        timestamptz,              -- the provider said that it exists
+    ceiling_at        timestamptz,              -- of its runner, once it has one; 'infinity' for none
     wanted_at         timestamptz,              -- nobody needs it any more
     accepted_at       timestamptz,              -- the provider took the deletion: billing ends here
     confirmed_at      timestamptz,              -- read back: it is gone. Final

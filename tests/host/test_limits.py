@@ -137,6 +137,9 @@ async def test_bad_keys_are_refused_by_name(hosts: Hosts) -> None:
         for arguments, field in (
             (("play", "sync", 1), "kind"),
             (("org", None, 1), "name"),
+            (("sandbox", None, 1), "name"),
+            (("sandbox", "a" * 256, 1), "name"),
+            (("sandbox_org", "", 1), "org_id"),
             (("org", "a" * 256, 1), "org_id"),
             (("org", "a", -1), "max_running"),
             (("org", "a", True), "max_running"),

@@ -374,6 +374,9 @@ async def test_limits_are_listed_in_pages(dsn: str, schema: str) -> None:
     [
         ("play", "alpha", 1, "kind"),
         ("team", "a", 1, "kind"),
+        ("sandbox", "a" * 256, 1, "name"),
+        ("sandbox_org", "", 1, "name"),
+        ("sandbox_org", "a", -1, "max_running"),
         ("org", "", 1, "name"),
         ("org", "a" * 256, 1, "name"),
         ("org", "a", -1, "max_running"),

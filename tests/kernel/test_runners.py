@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from sql import billing, runners, sandboxes, settle
+from sql import billing, limits, runners, sandboxes, settle
 from sql.claim import Claimed
 from tests.support.callers import open_caller
+from tests.support.invariants import check_invariants
 from tests.support.kernel import Kernel, open_kernel
 
 pytestmark = pytest.mark.modes
 
 PROVIDER = "local@here"
 TIMEOUT_S = 30.0
+
+
+@asynccontextmanager
+async def checked(dsn: str, schema: str) -> AsyncIterator[Kernel]:
+    """A kernel whose tables are in order at the end."""
+    async with open_kernel(dsn, schema) as kernel:
+        yield kernel
+        await check_invariants(kernel.session)
 
 
 def name_of(item: Claimed) -> str:
@@ -74,7 +85,7 @@ async def judge(kernel: Kernel, silent: runners.Silent, verdict: str = "lost", c
 
 
 async def test_a_detached_attempt_ends_by_its_runners_word_once(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         item = await detached(kernel)
         assert await kernel.status(item.run_id) == "running"
         assert await detach(kernel, item) == "done"  # asked again after a lost answer
@@ -91,7 +102,7 @@ async def test_a_detached_attempt_ends_by_its_runners_word_once(dsn: str, schema
 
 
 async def test_strangers_hear_nothing(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         item = await detached(kernel)
         assert await beat(kernel, item, token=1) == "unknown"
         assert (await push(kernel, item, token=1)).answer == "unknown"
@@ -103,13 +114,13 @@ async def test_strangers_hear_nothing(dsn: str, schema: str) -> None:
 
 
 async def test_a_runner_that_is_too_early_is_told_so(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         item = await kernel.started()
         assert await beat(kernel, item) == "early"
 
 
 async def test_a_silent_runner_is_lost_only_while_it_stays_silent(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await detached(kernel)
         assert await sweep(kernel) == []
@@ -139,7 +150,7 @@ async def test_a_silent_runner_is_lost_only_while_it_stays_silent(dsn: str, sche
 
 
 async def test_a_run_whose_runners_are_lost_too_often_fails(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         await kernel.execute("UPDATE @schema@.plays SET crash_cap = 1")
         item = await detached(kernel)
@@ -154,7 +165,7 @@ async def test_a_run_whose_runners_are_lost_too_often_fails(dsn: str, schema: st
 
 
 async def test_a_result_or_a_cancellation_wins_over_a_verdict(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         one, two = await detached(kernel), await detached(kernel)
         await kernel.advance(TIMEOUT_S)
@@ -177,7 +188,7 @@ async def test_a_result_or_a_cancellation_wins_over_a_verdict(dsn: str, schema: 
 
 
 async def test_past_its_ceiling_a_run_fails_however_alive_its_runner_is(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()
         assert await reserve(kernel, item) == "reserved"
@@ -194,7 +205,7 @@ async def test_past_its_ceiling_a_run_fails_however_alive_its_runner_is(dsn: str
 
 
 async def test_a_runner_may_park_retry_and_go_on_elsewhere(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await detached(kernel)
         waits = json.dumps([{"key": "nap", "kind": "sleep", "delay_s": 60}])
@@ -212,7 +223,7 @@ async def test_a_runner_may_park_retry_and_go_on_elsewhere(dsn: str, schema: str
 
 
 async def test_an_obligation_is_there_before_the_sandbox_and_ends_confirmed(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()
         assert await reserve(kernel, item) == "reserved"
@@ -241,13 +252,13 @@ async def test_an_obligation_is_there_before_the_sandbox_and_ends_confirmed(dsn:
 
 
 async def test_compute_is_told_once_and_by_the_databases_clock(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema) as kernel:
+    async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await detached(kernel, org_id="acme")
         finalise = billing.finalise
 
         async def pass_() -> billing.Finalised:
-            return await finalise(kernel.session, limit=10, most_s=600.0, grace_s=60.0, again_s=30.0)
+            return await finalise(kernel.session, limit=10, grace_s=60.0, again_s=30.0)
 
         await kernel.advance(20)
         assert (await push(kernel, item)).answer == "settled"
@@ -266,3 +277,233 @@ async def test_compute_is_told_once_and_by_the_databases_clock(dsn: str, schema:
             ("runner", 20.0, "acme"),
             ("sandbox", 30.0, "acme"),
         }
+
+
+# --- capacity ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [
+        ("sandbox", "", {"org_id": "acme"}),
+        ("sandbox", PROVIDER, {"org_id": "acme"}),
+        ("sandbox_org", "acme", {"org_id": "acme"}),
+    ],
+)
+async def test_sandboxes_are_limited_until_their_provider_takes_the_deletion(
+    dsn: str, schema: str, kind: str, name: str, other: dict[str, Any]
+) -> None:
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        await limits.set_limit(kernel.session, kind, name, 1)
+        one, two = await detached(kernel, **other), await kernel.started(**other)
+        assert await reserve(kernel, two) == "full"
+        (limit,) = await limits.read(kernel.session)
+        assert (limit.kind, limit.name, limit.max_running, limit.running) == (kind, name, 1, 1)
+        assert (await push(kernel, one)).answer == "settled"
+        assert await reserve(kernel, two) == "full"  # over, but it still stands
+        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        await sandboxes.accept(kernel.session, due, outcome="deleted", routing_domain=None)
+        assert await reserve(kernel, two) == "reserved"
+        assert await reserve(kernel, two) == "reserved"  # asked again: it takes up one place
+
+
+async def test_the_last_place_is_given_once(dsn: str, schema: str) -> None:
+    async with checked(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        await limits.set_limit(kernel.session, "sandbox", "", 1)
+        one, two = await kernel.started(), await kernel.started()
+        await caller.begin()
+        assert await reserve(caller.doors(kernel), one) == "reserved"
+        assert await reserve(kernel, two) == "busy"
+        await caller.commit()
+        assert await reserve(kernel, two) == "full"
+
+
+async def test_other_organisations_are_not_limited(dsn: str, schema: str) -> None:
+    async with checked(dsn, schema) as kernel:
+        await limits.set_limit(kernel.session, "sandbox_org", "acme", 0)
+        await limits.set_limit(kernel.session, "sandbox", "elsewhere", 0)
+        assert await reserve(kernel, await kernel.started(org_id="acme")) == "full"
+        assert await reserve(kernel, await kernel.started(org_id="zeta")) == "reserved"
+        assert await reserve(kernel, await kernel.started()) == "reserved"
+
+
+# --- what is lost on the way -------------------------------------------------------------------------
+
+
+async def test_a_reservation_and_the_end_of_its_run_exclude_each_other(dsn: str, schema: str) -> None:
+    async with checked(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        item = await kernel.started()
+        await caller.begin()
+        await caller.fetch(kernel.render("SELECT 1 FROM @schema@.runs FOR NO KEY UPDATE"))
+        assert await reserve(kernel, item) == "busy"
+        await caller.rollback()
+        await kernel.complete(item)
+        assert await reserve(kernel, item) == "lost"
+
+
+_Call = Callable[[Kernel, Claimed], Awaitable[Any]]
+
+
+async def _reserve(kernel: Kernel, item: Claimed) -> Any:
+    return await reserve(kernel, item)
+
+
+async def _detach(kernel: Kernel, item: Claimed) -> Any:
+    return await detach(kernel, item)
+
+
+async def _push(kernel: Kernel, item: Claimed) -> Any:
+    return await push(kernel, item)
+
+
+async def _fail(kernel: Kernel, item: Claimed) -> Any:
+    return await push(kernel, item, "failed", payload=json.dumps({"error": {"message": "no"}}))
+
+
+async def _park(kernel: Kernel, item: Claimed) -> Any:
+    waits = json.dumps([{"key": "nap", "kind": "sleep", "delay_s": 60}])
+    return await push(kernel, item, "parked", payload="{}", waits=waits)
+
+
+@pytest.mark.parametrize(
+    ("call", "before", "unsettled"),
+    [
+        (_reserve, "started", "busy"),
+        (_detach, "reserved", "busy"),
+        (_push, "detached", "recorded"),
+        (_fail, "detached", "recorded"),
+        (_park, "detached", "recorded"),
+    ],
+)
+async def test_a_call_made_again_has_one_effect_and_the_same_answer(
+    dsn: str, schema: str, call: _Call, before: str, unsettled: str
+) -> None:
+    async with checked(dsn, schema) as kernel, open_caller(dsn, schema) as old:
+        await kernel.freeze_clock()
+
+        async def prepare() -> Claimed:
+            item = await kernel.started()
+            if before != "started":
+                assert await reserve(kernel, item) == "reserved"
+            if before == "detached":
+                assert await detach(kernel, item) == "done"
+            return item
+
+        async def left(item: Claimed) -> list[Any]:
+            tables = ("runs", "runners", "runner_results", "sandboxes", "attempts", "facts", "billing_jobs")
+            found = [
+                await kernel.fetch(f"SELECT t::text FROM @schema@.{table} t WHERE run_id = $1", item.run_id)
+                for table in tables
+            ]
+            return [sorted(row[0] for row in rows) for rows in found]
+
+        # The answer was lost after the commit.
+        item = await prepare()
+        untouched = await left(item)
+        first = await call(kernel, item)
+        after = await left(item)
+        assert after != untouched
+        assert await call(kernel, item) == first
+        assert await left(item) == after
+
+        # It was not made after all.
+        item = await prepare()
+        untouched = await left(item)
+        await old.begin()
+        await call(old.doors(kernel), item)
+        await old.rollback()
+        assert await left(item) == untouched
+        assert await call(kernel, item) == first
+
+        # Somebody holds the run: nothing waits, and the same call gets there.
+        item = await prepare()
+        await old.begin()
+        await old.fetch(
+            kernel.render("SELECT 1 FROM @schema@.runs WHERE run_id = $1 FOR UPDATE"), item.run_id
+        )
+        answer = await call(kernel, item)
+        assert getattr(answer, "answer", answer) == unsettled
+        await old.rollback()
+        assert await call(kernel, item) == first
+
+
+# --- deleting and billing ----------------------------------------------------------------------------
+
+
+async def test_what_nobody_has_seen_may_still_come_into_being(dsn: str, schema: str) -> None:
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await kernel.started()
+        assert await reserve(kernel, item) == "reserved"
+        await sandboxes.give_up(kernel.session, [name_of(item)])
+        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        assert not due.certain
+        await kernel.advance(120)
+        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=8, limit=9, lease_s=30.0)
+        assert due.certain
+
+
+async def test_a_blocked_obligation_begins_anew_when_an_operator_says_so(dsn: str, schema: str) -> None:
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await detached(kernel)
+        await push(kernel, item)
+        claim = sandboxes.claim_cleanup
+        (due,), _ = await claim(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        assert (due.failures, due.certain) == (0, True)
+        await sandboxes.postpone(kernel.session, due, delay_s=1.0, error="no", block="no more")
+        await kernel.advance(600)
+        assert await claim(kernel.session, [PROVIDER], token=8, limit=9, lease_s=30.0) == ([], None)
+        (record,) = await sandboxes.read(kernel.session, run_id=item.run_id)
+        assert (record.state, record.failures, record.block_reason) == ("blocked", 1, "no more")
+        assert await sandboxes.retry(kernel.session, due.sandbox)
+        assert not await sandboxes.retry(kernel.session, due.sandbox)
+        (due,), _ = await claim(kernel.session, [PROVIDER], token=8, limit=9, lease_s=30.0)
+        assert (due.failures, due.tries) == (0, 1)
+
+
+@pytest.mark.parametrize(("ceiling_s", "billed_s"), [(100.0, 160.0), (None, 80.0)])
+async def test_what_its_provider_never_takes_is_billed_to_a_ceiling_once(
+    dsn: str, schema: str, ceiling_s: float | None, billed_s: float
+) -> None:
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await kernel.started()
+        assert await reserve(kernel, item) == "reserved"
+        await sandboxes.record_custody(kernel.session, [sandboxes.Custody(name_of(item), "p-1")])
+        assert await detach(kernel, item, ceiling_s=ceiling_s) == "done"
+        await kernel.advance(20)
+        await push(kernel, item)
+
+        async def pass_() -> billing.Finalised:
+            return await billing.finalise(kernel.session, limit=10, grace_s=60.0, again_s=1.0)
+
+        await kernel.advance(billed_s - 21)
+        assert (await pass_()).finalised == 0
+        await kernel.advance(1)
+        assert (await pass_()).finalised == 1
+        records = {one.kind: one for one in await billing.read(kernel.session)}
+        assert {kind: one.seconds for kind, one in records.items()} == {
+            "runner": 20.0,
+            "late_sandbox": billed_s,
+        }
+        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        assert (
+            await sandboxes.confirm(kernel.session, due, outcome="deleted", routing_domain=None)
+        ) == "completed"
+        assert (await pass_()).finalised == 0
+        assert len(await billing.read(kernel.session)) == 2
+
+
+async def test_what_never_was_costs_nothing(dsn: str, schema: str) -> None:
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await kernel.started()
+        assert await reserve(kernel, item) == "reserved"
+        await sandboxes.give_up(kernel.session, [name_of(item)])
+        await kernel.complete(item)
+        await kernel.advance(61)
+        done = await billing.finalise(kernel.session, limit=10, grace_s=60.0, again_s=1.0)
+        assert done.finalised == 1
+        assert await billing.read(kernel.session) == []

@@ -69,8 +69,11 @@ _RULES = {
                WHEN 'failed'    THEN f.type = 'run.failed'
                WHEN 'cancelled' THEN f.type = 'run.cancelled'
                WHEN 'parked'    THEN f.type = 'run.waiting'
+               WHEN 'ceiling'   THEN f.type = 'run.failed'
                WHEN 'expired'   THEN f.type = 'run.failed'
                                   OR (f.type = 'run.requeued' AND f.payload ->> 'reason' = 'expired')
+               WHEN 'lost'      THEN f.type = 'run.failed'
+                                  OR (f.type = 'run.requeued' AND f.payload ->> 'reason' = 'lost')
                ELSE f.type = 'run.requeued' AND f.payload ->> 'reason' = a.outcome END
             OR a.ended_at < a.started_at""",
     "a run holds a live fence exactly while it runs, and never again one it has lost": """
@@ -92,7 +95,7 @@ _RULES = {
         SELECT r.run_id FROM runs r LEFT JOIN attempts a ON a.run_id = r.run_id
          GROUP BY r.run_id
         HAVING count(*) FILTER (WHERE a.outcome IN ('failed', 'retried')) <> r.failures
-            OR count(*) FILTER (WHERE a.outcome = 'expired') <> r.crashes""",
+            OR count(*) FILTER (WHERE a.outcome IN ('expired', 'lost')) <> r.crashes""",
     "whose turn a run is follows from its organisation and key": """
         SELECT run_id FROM runs
          WHERE turn IS DISTINCT FROM @schema@.turn_of(org_id, concurrency_key)
@@ -100,7 +103,7 @@ _RULES = {
     # --- due times and waits -------------------------------------------------------------------------
     "somebody will look at every open run, unless only somebody else can wake it, and at no ended one": """
         SELECT run_id FROM runs
-         WHERE (due_at = 'infinity' AND status IN ('queued', 'running'))
+         WHERE (due_at = 'infinity' AND (status = 'queued' OR (status = 'running' AND lease_owner <> 0)))
             OR (due_at <> 'infinity' AND finished_at IS NOT NULL)
             OR (status = 'running' AND due_at > lease_expires_at)""",
     "a parked run waits for a receipt that it has registered": """
@@ -143,6 +146,30 @@ _RULES = {
          WHERE r.run_id IS NULL OR c.attempt NOT BETWEEN 1 AND r.attempt OR c.run_failures > r.failures
             OR c.finished_at < c.created_at OR c.claimed_at < c.created_at
             OR (c.state IN ('completed', 'skipped') AND c.output IS NULL)""",
+    # --- sandboxes -----------------------------------------------------------------------------------
+    "a runner is of a live attempt that no host holds, and each of those has one": """
+        SELECT coalesce(r.run_id, n.run_id)
+          FROM (SELECT * FROM runs WHERE lease_owner = 0 AND lease_expires_at IS NOT NULL) r
+          FULL JOIN runners n ON n.run_id = r.run_id AND n.attempt = r.attempt AND n.token = r.lease_token
+         WHERE r.run_id IS NULL OR n.run_id IS NULL""",
+    "a runner's sandbox is of its attempt and nobody wants it back": """
+        SELECT n.run_id FROM runners n LEFT JOIN sandboxes s ON s.sandbox = n.sandbox
+         WHERE (s.run_id, s.attempt, s.provider) IS DISTINCT FROM (n.run_id, n.attempt, n.provider)
+            OR s.wanted_at IS NOT NULL OR s.ceiling_at IS DISTINCT FROM n.ceiling_at OR s.due_at <> 'infinity'""",
+    "the sandboxes of an ended attempt are wanted back, or will be if no runner ever had them": """
+        SELECT s.run_id FROM sandboxes s
+          JOIN attempts a ON a.run_id = s.run_id AND a.attempt = s.attempt
+         WHERE s.wanted_at IS NULL AND (a.owner = 0 OR s.due_at = 'infinity')""",
+    "what has to be deleted is looked at until it is gone, or an operator has to": """
+        SELECT run_id FROM sandboxes
+         WHERE (wanted_at IS NOT NULL
+                AND (due_at = 'infinity') <> (confirmed_at IS NOT NULL OR block_reason IS NOT NULL))
+            OR (confirmed_at IS NOT NULL AND (accepted_at IS NULL OR accepted_at > confirmed_at
+                                              OR lease_expires_at IS NOT NULL))""",
+    "a run that ever asked for a sandbox has its bill made": """
+        SELECT s.run_id FROM sandboxes s LEFT JOIN billing_jobs b ON b.run_id = s.run_id
+          LEFT JOIN runs r ON r.run_id = s.run_id
+         WHERE b.run_id IS NULL OR (b.finalised_at IS NOT NULL AND r.finished_at IS NULL)""",
     # --- lanes ---------------------------------------------------------------------------------------
     "a lane's cursor, frozen prefix and lease fit together, and somebody will look at it": """
         SELECT run_id FROM (
@@ -221,6 +248,9 @@ _TABLES = (
     "wakes",
     "lanes",
     "receipts",
+    "runners",
+    "sandboxes",
+    "billing_jobs",
     "ledger_runs",
     "ledger_logs",
     "journal",
