@@ -16,7 +16,19 @@ import click
 import trio
 
 from actors.core import leaves
-from bench import bridge, delivery, drain, fairness, idle, kernel, latency, steps, takeover, throughput
+from bench import (
+    bridge,
+    delivery,
+    drain,
+    fairness,
+    growth,
+    idle,
+    kernel,
+    latency,
+    steps,
+    takeover,
+    throughput,
+)
 from bench.figures import Report, console, show, show_json
 from bench.place import server
 from sql.errors import RunlaneError
@@ -153,6 +165,26 @@ def delivery_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
 def fairness_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
     """One organisation's long queue, and what it does to the waits of the others."""
     _measure(partial(fairness.run, **options), dsn, as_json)
+
+
+@cli.command("growth")
+@click.option(
+    "--delivered",
+    type=click.IntRange(1, 100_000_000),
+    multiple=True,
+    default=(100_000, 2_000_000),
+    show_default=True,
+    help="Facts of a history that is delivered; may be given more than once.",
+)
+@click.option(
+    "--pending", type=_RUNS, default=50_000, show_default=True, help="Pending lanes beside those measured."
+)
+@_rounds(40)
+@click.option("--analyse", is_flag=True, help="Up-to-date statistics instead of none.")
+@_scenario
+def growth_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
+    """Delivery turns beside a long history and many pending lanes, against empty tables."""
+    _measure(partial(growth.run, **options), dsn, as_json)
 
 
 @cli.command("latency")

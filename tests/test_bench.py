@@ -26,6 +26,7 @@ from bench import (
     delivery,
     drain,
     fairness,
+    growth,
     idle,
     kernel,
     latency,
@@ -108,6 +109,20 @@ async def test_fairness_compares_waits_with_and_without_a_long_queue(tidy: str) 
         assert found[f"{name}: with / without"] == pytest.approx(beside / alone)
     # Behind the whole queue, it would be hundreds of milliseconds.
     assert found["burst: others' p99 wait with it"] < 600 / 4 * 5.0
+
+
+async def test_growth_compares_calls_with_empty_tables(tidy: str) -> None:
+    report = await growth.run(tidy, delivered=[30, 300], pending=60, rounds=2, analyse=True, warm=0)
+    found = figures(report)
+    work, *bounds = report.checks.items()
+    assert work == ("every run was claimed, delivered and ended once", True)
+    assert len(bounds) == 3
+    assert min(found.values()) > 0
+    # A ratio over its bound fails the check of its history, whatever is small enough in such a short time.
+    for case, (_, held) in zip(("30 delivered", "300 delivered", "60 pending"), bounds, strict=True):
+        ratios = [one["ratio"] for one in report.rounds if one["held"] and one["case"] == case]
+        assert len(ratios) == 12
+        assert held is (max(ratios) <= growth.MOST)
 
 
 async def test_latency_takes_its_steps_in_order(tidy: str) -> None:

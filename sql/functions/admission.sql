@@ -201,7 +201,7 @@ BEGIN
                           LIMIT 1) k ON true  -- the limit keeps it a lookup per item
       LEFT JOIN LATERAL (SELECT * FROM runs WHERE runs.run_id = ANY (ARRAY[coalesce(k.run_id, n.run_id)])) r ON true
       LEFT JOIN LATERAL (SELECT payload FROM facts
-                          WHERE facts.run_id = ANY (ARRAY[r.run_id]) AND lane = 0 AND seq = 1) f ON true;
+                          WHERE facts.run_id = ANY (ARRAY[r.run_id]) AND lane = 0 AND seq = 1 OFFSET 0) f ON true;
 END
 $$;
 

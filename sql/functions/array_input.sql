@@ -44,6 +44,7 @@ BEGIN
            AS i (run_id, org_id, attempt, token, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                       AND r.attempt = i.attempt AND r.lease_token = i.token AND r.org_id IS NOT DISTINCT FROM i.org_id
-      LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = 1;
+      LEFT JOIN LATERAL (SELECT g.payload FROM facts g
+                          WHERE g.run_id = r.run_id AND g.lane = 0 AND g.seq = 1 OFFSET 0) f ON true;
 END
 $$;

@@ -73,13 +73,13 @@ BEGIN
                 SELECT r.due_at AS plain_at FROM runs r
                  WHERE r.bucket = b.bucket AND r.status IN ('queued', 'waiting') AND r.turn IS NULL
                    AND r.due_at >= v_from AND r.due_at <= v_now
-                   AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+                   AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]) OFFSET 0)
                  ORDER BY r.due_at LIMIT 1) p ON true
           LEFT JOIN LATERAL (
                 SELECT r.due_at AS turns_at FROM runs r
                  WHERE r.bucket = b.bucket AND r.status IN ('queued', 'waiting') AND r.turn >= 0
                    AND r.due_at >= v_from AND r.due_at <= v_now
-                   AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+                   AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]) OFFSET 0)
                  ORDER BY r.due_at LIMIT 1) t ON true
          CROSS JOIN LATERAL (
                 SELECT p.plain_at, t.turns_at,
@@ -232,7 +232,7 @@ BEGIN
       FROM (SELECT r.run_id, r.due_at, r.status FROM runs r
              WHERE r.bucket = p_bucket AND r.status IN ('queued', 'waiting') AND r.turn IS NULL
                AND r.due_at >= p_from AND r.due_at <= p_now
-               AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+               AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]) OFFSET 0)
                AND r.run_id <> ALL (p_ids)
              ORDER BY r.due_at
              LIMIT p_most
@@ -304,7 +304,7 @@ BEGIN
              WHERE r.bucket = p_bucket AND r.status IN ('queued', 'waiting')
                AND r.turn = g.turn AND r.subturn = g.subturn
                AND r.due_at >= p_from AND r.due_at <= p_now
-               AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+               AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]) OFFSET 0)
                AND r.run_id <> ALL (p_ids)
              ORDER BY r.due_at
              LIMIT g.want
@@ -332,7 +332,7 @@ BEGIN
                      WHERE r.bucket = p_bucket AND r.status IN ('queued', 'waiting')
                        AND r.turn = g.turn AND r.subturn = g.subturn
                        AND r.due_at >= p_from AND r.due_at <= p_now
-                       AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+                       AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]) OFFSET 0)
                        AND r.run_id <> ALL (p_ids)
                      ORDER BY r.due_at LIMIT 1) t
              WHERE g.got < g.want);
@@ -358,7 +358,7 @@ BEGIN
         SELECT r.turn, r.subturn, r.org_id, r.concurrency_key, r.due_at FROM runs r
          WHERE r.bucket = p_bucket AND r.status IN ('queued', 'waiting') AND r.turn >= 0
            AND r.due_at >= p_from AND r.due_at <= p_now
-           AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+           AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]) OFFSET 0)
          ORDER BY r.due_at LIMIT 32
     LOOP
         CONTINUE WHEN org_id = ANY (v_full);
@@ -439,7 +439,7 @@ BEGIN
               FROM (SELECT r.turn, r.subturn, r.org_id, r.concurrency_key FROM runs r
                      WHERE r.bucket = p_bucket AND r.status IN ('queued', 'waiting') AND r.turn >= 0
                        AND r.due_at >= p_from AND r.due_at <= p_now
-                       AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]))
+                       AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[r.run_id]) OFFSET 0)
                        AND r.run_id <> ALL (p_ids)
                      ORDER BY r.due_at LIMIT p_most + 1) d
              GROUP BY d.turn, d.subturn) g;

@@ -91,7 +91,8 @@ BEGIN
       FROM unnest(p_run_ids, p_requests) WITH ORDINALITY AS i (run_id, request, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN unnest(v_done, v_own) AS d (run_id, owner) ON d.run_id = i.run_id
-      LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = r.terminal_seq;
+      LEFT JOIN LATERAL (SELECT g.payload FROM facts g
+                          WHERE g.run_id = r.run_id AND g.lane = 0 AND g.seq = r.terminal_seq OFFSET 0) f ON true;
 END
 $$;
 
@@ -156,7 +157,8 @@ BEGIN
            r.status, coalesce(r.parent_id IS NOT NULL AND r.status = 'failed', false)
       FROM unnest(p_run_ids, p_requests) WITH ORDINALITY AS i (run_id, request, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
-      LEFT JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = r.terminal_seq;
+      LEFT JOIN LATERAL (SELECT g.payload FROM facts g
+                          WHERE g.run_id = r.run_id AND g.lane = 0 AND g.seq = r.terminal_seq OFFSET 0) f ON true;
 END
 $$;
 
@@ -210,7 +212,7 @@ $$;
 -- Answers pending, the terminal status if the run has ended, or missing.
 CREATE OR REPLACE FUNCTION @schema@.cancel_run(p_run_id text, p_options jsonb DEFAULT '{}') RETURNS text
 LANGUAGE plpgsql
-SET search_path = @schema@, pg_temp
+@lookup@
 AS $$
 DECLARE
     v_status text;

@@ -63,7 +63,7 @@ BEGIN
           FROM unnest(p_run_ids, p_attempts, p_keys, p_functions, p_leases, p_leases_s, v_free)
                AS i (run_id, attempt, key, function, lease, lease_s, free)
          WHERE i.free AND NOT EXISTS (SELECT 1 FROM receipts c
-                                       WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key]) OFFSET 0)
+                                       WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key OFFSET 0)
         ON CONFLICT DO NOTHING
         RETURNING 1
     )
@@ -81,7 +81,7 @@ BEGIN
                AS i (run_id, attempt, token, key, function, lease, lease_s)
           JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                      AND r.attempt = i.attempt AND r.lease_token = i.token
-          JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+          JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key
          WHERE receipt_claimable(c, i.attempt, i.lease, r.failures, v_now)
            FOR NO KEY UPDATE OF c SKIP LOCKED
     )
@@ -90,7 +90,7 @@ BEGIN
            heartbeat_at = NULL, lease_expires_at = v_now + make_interval(secs => i.lease_s),
            state = 'claimed', function = i.function, error = NULL
       FROM free i
-     WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+     WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key
        AND receipt_claimable(c, i.attempt, i.lease, i.failures, v_now);
 
     RETURN QUERY
@@ -110,7 +110,7 @@ BEGIN
           LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                           AND r.attempt = i.attempt AND r.lease_token = i.token
           LEFT JOIN receipts c ON r.run_id IS NOT NULL AND c.run_id = ANY (ARRAY[i.run_id])
-                              AND c.key = ANY (ARRAY[i.key])
+                              AND c.key = i.key
     )
     SELECT f.ord, CASE WHEN f.before > 8388608 AND f.output IS NOT NULL THEN 'rest' ELSE f.answer END,
            f.function, f.tries, CASE WHEN f.before > 8388608 THEN NULL ELSE f.output END, f.error
@@ -187,7 +187,7 @@ BEGIN
               JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                          AND r.attempt = i.attempt AND r.lease_token = i.token
              WHERE i.free AND NOT EXISTS (SELECT 1 FROM receipts c
-                                           WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key]) OFFSET 0)
+                                           WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key OFFSET 0)
             ON CONFLICT DO NOTHING
             RETURNING 1
         )
@@ -200,7 +200,7 @@ BEGIN
                AS i (run_id, attempt, token, key, lease, outcome, payload, tries, function)
           JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                      AND r.attempt = i.attempt AND r.lease_token = i.token
-          JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+          JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key
          WHERE c.state IN ('claimed', 'queued', 'running')
            AND (c.attempt = i.attempt AND c.lease = i.lease OR i.function IS NOT NULL AND c.attempt < i.attempt)
            FOR NO KEY UPDATE OF c SKIP LOCKED
@@ -215,7 +215,7 @@ BEGIN
                output = CASE WHEN i.outcome IN ('completed', 'skipped') THEN i.payload END,
                error = CASE WHEN i.outcome IN ('failed', 'fatal') THEN i.payload END
           FROM free i
-         WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+         WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key
            AND c.state IN ('claimed', 'queued', 'running')
            AND (c.attempt = i.attempt AND c.lease = i.lease OR i.function IS NOT NULL AND c.attempt < i.attempt)
         RETURNING 1
@@ -243,7 +243,7 @@ BEGIN
            AS i (run_id, attempt, token, key, lease, outcome, function, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                       AND r.attempt = i.attempt AND r.lease_token = i.token
-      LEFT JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key]);
+      LEFT JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key;
 END
 $$;
 
@@ -272,7 +272,7 @@ BEGIN
                AS i (run_id, attempt, token, key, lease, state, lease_s, ord)
           JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                      AND r.attempt = i.attempt AND r.lease_token = i.token
-          JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+          JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key
          WHERE c.state IN ('claimed', 'queued', 'running') AND c.attempt = i.attempt AND c.lease = i.lease
            FOR NO KEY UPDATE OF c SKIP LOCKED
     ), marked AS (
@@ -281,7 +281,7 @@ BEGIN
                heartbeat_at = greatest(v_now, c.heartbeat_at + interval '1 microsecond'),
                lease_expires_at = greatest(c.lease_expires_at, v_now + make_interval(secs => i.lease_s))
           FROM free i
-         WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+         WHERE c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key
            AND c.state IN ('claimed', 'queued', 'running') AND c.attempt = i.attempt AND c.lease = i.lease
         RETURNING i.ord
     )
@@ -301,7 +301,7 @@ BEGIN
            AS i (run_id, attempt, token, key, lease, ord)
       LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                       AND r.attempt = i.attempt AND r.lease_token = i.token
-      LEFT JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key]);
+      LEFT JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key;
 END
 $$;
 
@@ -331,7 +331,7 @@ BEGIN
            AS i (run_id, attempt, token, key, lease, outcome)
       JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                  AND r.attempt = i.attempt AND r.lease_token = i.token
-      JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = ANY (ARRAY[i.key])
+      JOIN receipts c ON c.run_id = ANY (ARRAY[i.run_id]) AND c.key = i.key
      WHERE c.final AND receipt_ended_by(c, i.attempt, i.lease, i.outcome) IS NOT TRUE
      LIMIT 1;
     IF FOUND THEN

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -517,6 +518,7 @@ async def _backlog(kernel: Kernel, _: Batch) -> None:
     assert (await status.backlog(kernel.session, limit=50)).queued > 0
 
 
+# What is judged here by its rows, and by its plans in test_explains.
 CALLS: dict[str, Call] = {
     "admit": _admit,
     "admit what exists": _admit_again,
@@ -575,6 +577,20 @@ async def rows_read(caller: Caller, kernel: Kernel, call: Call, batch: Batch) ->
     return {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
 
 
+@asynccontextmanager
+async def tiny_tables(dsn: str, schema: str) -> AsyncIterator[tuple[Kernel, Caller, Batch]]:
+    """A kernel with a batch in tables that nobody analyses by himself, and a connection to make calls through."""
+    async with open_kernel(dsn, schema, plays=_PLAYS) as kernel, open_caller(dsn, schema) as caller:
+        for table in _TABLES:
+            await kernel.execute(f"ALTER TABLE @schema@.{table} SET (autovacuum_enabled = off)")
+        yield kernel, caller, await prepare_batch(kernel)
+
+
+async def analyse(kernel: Kernel) -> None:
+    for table in _TABLES:
+        await kernel.execute(f"ANALYZE @schema@.{table}")
+
+
 async def grow(kernel: Kernel) -> None:
     for statements, plays in ((_GROW, ("alpha", "beta")), (_GROW_TURNS, ("gamma",))):
         for statement in statements.split(";")[:-1]:
@@ -584,13 +600,9 @@ async def grow(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("statistics", ["none", "stale", "stale, planned when tiny"])
 async def test_calls_read_what_they_need(dsn: str, schema: str, statistics: str) -> None:
-    async with open_kernel(dsn, schema, plays=_PLAYS) as kernel, open_caller(dsn, schema) as caller:
-        for table in _TABLES:
-            await kernel.execute(f"ALTER TABLE @schema@.{table} SET (autovacuum_enabled = off)")
-        batch = await prepare_batch(kernel)
+    async with tiny_tables(dsn, schema) as (kernel, caller, batch):
         if statistics != "none":
-            for table in _TABLES:
-                await kernel.execute(f"ANALYZE @schema@.{table}")
+            await analyse(kernel)
         tiny_calls = {name: call for name, call in CALLS.items() if name not in ("page", "backlog")}
         if "planned" in statistics:
             for call in tiny_calls.values():
@@ -608,8 +620,7 @@ async def test_calls_read_what_they_need(dsn: str, schema: str, statistics: str)
 
 
 async def test_a_full_scan_would_be_seen(dsn: str, schema: str) -> None:
-    async with open_kernel(dsn, schema, plays=_PLAYS) as kernel, open_caller(dsn, schema) as caller:
-        batch = await prepare_batch(kernel)
+    async with tiny_tables(dsn, schema) as (kernel, caller, batch):
         await grow(kernel)
 
         async def scan(doors: Kernel, _: Batch) -> None:

@@ -29,6 +29,8 @@ class Caller:
 
     options: SessionOptions
     pid: int = 0
+    notices: list[str] = attrs.field(factory=list)
+    """What the server said beside its answers."""
     _loop: Any = None
     _stop: Any = None
     _conn: Any = None
@@ -80,6 +82,7 @@ async def open_caller(dsn: str, schema: str) -> AsyncIterator[Caller]:
     try:
         caller._conn = await caller._run(asyncpg.connect(dsn, timeout=10))
         caller.pid = caller._conn.get_server_pid()
+        caller._conn.add_log_listener(lambda _, notice: caller.notices.append(notice.message))
         yield caller
     finally:
         with trio.CancelScope(shield=True):
