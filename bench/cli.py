@@ -1,7 +1,7 @@
 """The command line of the benchmarks: ``python -m bench``.
 
 Owns the scenarios' options, where they run, and how a run ends: exit code 0 when the figures stand, whatever they
-are, 1 when something went wrong or work was lost.
+are, 1 when something went wrong, work was lost, or a bound that is the scenario's very question did not hold.
 """
 
 from __future__ import annotations
@@ -177,9 +177,13 @@ def fairness_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
     help="Facts of a history that is delivered; may be given more than once.",
 )
 @click.option(
-    "--pending", type=_RUNS, default=50_000, show_default=True, help="Pending lanes beside those measured."
+    "--pending",
+    type=click.IntRange(10, 10_000_000),
+    default=50_000,
+    show_default=True,
+    help="Pending lanes beside those measured.",
 )
-@_rounds(40)
+@_rounds(60)
 @click.option("--analyse", is_flag=True, help="Up-to-date statistics instead of none.")
 @_scenario
 def growth_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
@@ -277,7 +281,7 @@ def _measure(
     as_json: bool,
     settings: dict[str, str] | None = None,
 ) -> None:
-    """Run a scenario and print its report; exit 1 when work was lost on the way."""
+    """Run a scenario and print its report; exit 1 when one of its checks did not hold."""
     words = console(stderr=True)
     # A program reads --json; a log is not a place for a spinner.
     with server(dsn, settings) as address, words.status("measuring…", spinner="line"):
