@@ -111,7 +111,9 @@ class Rates:
     def _sort(self, mail: Sequence[Acquire | Release]) -> None:
         for message in mail:
             if isinstance(message, Acquire):
-                self._forget_one(message.slot.token)  # asked for again: whoever asked before has stopped listening
+                self._forget_one(
+                    message.slot.token
+                )  # asked for again: whoever asked before has stopped listening
                 self._wanted[message.slot.token] = message
                 self._at(message, -math.inf)
                 continue

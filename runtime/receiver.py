@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.core import ChildSpec, Mailbox, Supervisor, only
+from actors.core import ChildSpec, Mailbox, Supervisor, bounded_cleanup, only
 from actors.proof import Proof, Question
 from actors.receive import Batch, Lookup, Receive
 from actors.receive import Request as Mail
@@ -183,7 +183,7 @@ class Receiver:
             failure = only(group)
         finally:
             if self._gateway is not None:
-                with trio.move_on_after(1.0, shield=True):
+                with bounded_cleanup(1.0):
                     await self._gateway.client.aclose()
         if failure is not None:
             raise failure

@@ -20,8 +20,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = ("sql", "actors", "runtime")
 ASYNCIO = {"asyncio", "asyncpg", "trio_asyncio"}
-# The session, and the module that translates what its driver raises.
-BORDER = {"sql.connection", "sql.faults"}
+# The two sessions, and the module that translates what their driver raises.
+BORDER = {"sql.connection", "sql.plain", "sql.faults"}
+# Programs on asyncio await a runtime that runs in a thread.
+ASYNCIO_TOO = {"runtime.thread"}
 
 
 def shared_by_actors() -> set[str]:
@@ -50,7 +52,7 @@ def imported(source: str, module: str) -> Iterator[str]:
 def refused(module: str, target: str) -> str | None:
     """Why the module may not import the target, or None."""
     layer, top = module.split(".")[0], target.split(".")[0]
-    if top in ASYNCIO and module not in BORDER:
+    if top in ASYNCIO and module not in BORDER and not (top == "asyncio" and module in ASYNCIO_TOO):
         return "only the border knows asyncio and asyncpg"
     if top in ("bench", "tests"):
         return "the product imports neither bench nor tests"

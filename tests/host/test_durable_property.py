@@ -166,7 +166,9 @@ def marks(dsn: str, schema: str) -> Iterator[str]:
     """The table of marks."""
     name = marks_schema(schema)
     table = f"{name}.marks"
-    servers.ask(dsn, f"CREATE SCHEMA {name}", _TABLE.replace("%", table), f"CREATE INDEX ON {table} (run_id, key)")
+    servers.ask(
+        dsn, f"CREATE SCHEMA {name}", _TABLE.replace("%", table), f"CREATE INDEX ON {table} (run_id, key)"
+    )
     yield table
     servers.ask(dsn, f"DROP SCHEMA {name} CASCADE")
 

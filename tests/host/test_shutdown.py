@@ -424,4 +424,6 @@ async def test_a_deaf_thread_does_not_hold_the_process(hosts: Hosts) -> None:
 
 
 def test_the_plays_of_other_processes_are_all_used() -> None:
-    assert {play.name for play in PLAYS} == {"quick", "busy", "endless", "deaf", "naps"}
+    assert {play.name for play in PLAYS} == {
+        "quick", "busy", "endless", "deaf", "naps", "holder", "stepping", "rated",
+    }  # fmt: skip

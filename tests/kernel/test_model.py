@@ -871,7 +871,9 @@ def only(names: frozenset[str]) -> dict[str, None]:
 
 def play_out(dsn: str, schema: str, rules: frozenset[str] | None = None, **profile: Any) -> None:
     with open_portal(dsn, schema, CRASH_CAP) as portal:
-        machine = type("Machine", (KernelMachine,), {"portal": portal, **({} if rules is None else only(rules))})
+        machine = type(
+            "Machine", (KernelMachine,), {"portal": portal, **({} if rules is None else only(rules))}
+        )
         run_state_machine_as_test(
             machine,
             settings=settings(
