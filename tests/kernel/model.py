@@ -46,7 +46,9 @@ class LaneModel:
 
     @property
     def passed(self) -> int:
-        """How many facts without effect stand right before and at the cursor."""
+        """How many facts right before the cursor its receiver may not have: those without effect, or all of them."""
+        if self.elsewhere:
+            return self.acked
         return next(n for n in range(self.acked + 1) if self.acked - n not in self.quiet)
 
     @property
