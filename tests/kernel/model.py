@@ -355,7 +355,8 @@ class RunModel:
     def start_child(self, now: float, attempt: int, token: int, child: RunModel) -> str:
         if not self.holds(attempt, token):
             return "lost"
-        self.kin.setdefault(child.run_id, child)
+        if self.kin.setdefault(child.run_id, child).input != child.input:
+            return "conflict"
         wait = WaitModel("kid", "child", child.run_id, now, NEVER)
         self.waits.setdefault(wait.key, wait)
         return "started"

@@ -346,15 +346,15 @@ class KernelMachine(RuleBasedStateMachine):
         assert plain(answer.states) == states(self.model.now, expected or [])
 
     @precondition(lambda self: self.begun() and self.few_open())
-    @rule(pick=index, stale=seldom)
-    def start_child(self, pick: int, stale: bool) -> None:
+    @rule(pick=index, stale=seldom, value=st.sampled_from([1, 1, 1, 2]))
+    def start_child(self, pick: int, stale: bool, value: int) -> None:
         run, item = self.fence(pick, stale)
         child = RunModel(
-            child_of(run.run_id), "alpha", 0, run.org, None, 1, self.token(), self.model.now,
+            child_of(run.run_id), "alpha", 0, run.org, None, value, self.token(), self.model.now,
             LaneModel(self.model.now, ["run.created"]), parent=run.run_id, kin=self.model.runs,
         )  # fmt: skip
         expected = run.start_child(self.model.now, item.attempt, item.token, child)
-        answer = self.twice(self.kernel.start_child, item, input=1, org_id=run.org, request=child.request)
+        answer = self.twice(self.kernel.start_child, item, input=value, org_id=run.org, request=child.request)
         known = self.model.runs.get(child.run_id)
         created = expected == "started" and known is not None and known.request == child.request
         assert (answer.answer, answer.created) == (expected, created)
@@ -378,6 +378,22 @@ class KernelMachine(RuleBasedStateMachine):
                 [events.Sending(run.run_id, name, json.dumps(payload), event.event_id, named, event.request)],
             )
             assert answer == expected
+
+    @precondition(many_open)
+    @rule(pick=index, name=st.sampled_from(["e", "e", "f"]), event_id=st.sampled_from(["1", "2", "3"]))
+    def send_event_by_sql(self, pick: int, name: str, event_id: str) -> None:
+        """The public door: whoever asks again there is another sender, and the event a duplicate."""
+        run = self.run(pick)
+        options = "jsonb_build_object('name', $2::text, 'event_id', $3::text)"
+        statement = f"SELECT @schema@.send_event($1, '\"text\"', {options})"
+        for _ in range(2):
+            expected = run.send(EventModel(event_id, name, "text", self.token()))
+            if expected == "conflict":
+                with pytest.raises(KernelRefused, match="was used for another event"):
+                    self.do(self.kernel.fetchval, statement, run.run_id, name, event_id)
+            else:
+                answer = self.do(self.kernel.fetchval, statement, run.run_id, name, event_id)
+                assert answer == expected
 
     @precondition(lambda self: any(run.woken for run in self.model.runs.values()))
     @rule()
