@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import attrs
@@ -56,6 +57,8 @@ _ENVELOPE_BYTES = 262_144
 _MOST_INT = 2**31 - 1
 # How long a request for a slot waits before it is asked again.
 _LONG_POLL_S = 20.0
+# And how long anything may take: less than a runner waits for an answer.
+_ANSWER_S = 25.0
 
 _JSON_TEXT = {"type": "string", "description": "JSON, as text"}
 _SECONDS = {"type": "number", "minimum": 0, "maximum": 315_576_000}
@@ -196,15 +199,40 @@ class GatewayRefused(RunlaneError):
         self.error = error
 
 
-# What the kernel's words about an attempt mean for a runner.
-_STANDINGS = {
-    "early": GatewayRefused(
-        425, "early", "the host has not let go of the attempt yet: ask again in a moment"
-    ),
-    "busy": GatewayRefused(503, "busy", "somebody holds the attempt's row: ask again in a moment"),
-    "lost": GatewayRefused(410, "gone", "the attempt is over: nothing more is taken from it"),
-    "unknown": GatewayRefused(404, "unknown", "there is no such attempt, or the token is another attempt's"),
+# What ``waits`` of a result are. They are kept before they are read, so what is kept has to be possible.
+_WAITS = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": 10_000,
+    "items": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["key", "kind"],
+        "properties": {
+            "key": _NAME,
+            "kind": {"enum": ["sleep", "event", "approval", "child"]},
+            "name": _NAME,
+            "delay_s": _SECONDS,
+            "until": {"type": "string", "maxLength": 64},
+        },
+        "if": {"properties": {"kind": {"const": "sleep"}}},
+        "then": {"anyOf": [{"required": ["delay_s"]}, {"required": ["until"]}]},
+        "else": {"required": ["name"]},
+    },
 }
+_WAITS_CHECK = jsonschema.Draft202012Validator(_WAITS)
+
+# What the kernel's words about an attempt mean for a runner: HTTP's status, a word for programs, and why.
+_STANDINGS = {
+    "early": (425, "early", "the host has not let go of the attempt yet: ask again in a moment"),
+    "busy": (503, "busy", "somebody holds the attempt's row: ask again in a moment"),
+    "lost": (410, "gone", "the attempt is over: nothing more is taken from it"),
+    "unknown": (404, "unknown", "there is no such attempt, or the token is another attempt's"),
+}
+
+
+def _standing(word: str) -> GatewayRefused:
+    return GatewayRefused(*_STANDINGS[word])
 
 
 @attrs.frozen(kw_only=True)
@@ -279,13 +307,17 @@ class _Gateway:
                 if problem is not None:
                     where = "".join(f"[{part!r}]" for part in problem.absolute_path) or "the body"
                     raise GatewayRefused(400, "malformed", f"{where}: {problem.message[:300]}")
-                return json_response(await verb(bearer, body))
+                with trio.fail_after(_ANSWER_S):
+                    return json_response(await verb(bearer, body))
+            except trio.TooSlowError:
+                return _refused(GatewayRefused(503, "unavailable", f"no answer within {_ANSWER_S:g} s"))
             except RunnerRefused as refused:
                 return _refused(GatewayRefused(401, "token", str(refused)))
             except GatewayRefused as refused:
                 return _refused(refused)
             except HTTPException as error:
-                return _refused(GatewayRefused(error.status_code, "too_large", error.detail))
+                word = "too_large" if error.status_code == 413 else "malformed"
+                return _refused(GatewayRefused(error.status_code, word, error.detail))
             except ItemFault as fault:
                 return _refused(GatewayRefused(422, "unstorable", str(fault)))
             except (OutcomeUnknown, RunlaneError) as error:
@@ -299,9 +331,13 @@ class _Gateway:
         if not taken:
             return {}
         try:
-            return json.loads(taken, parse_constant=_no_constant)
+            text = taken.decode()
+            body = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             raise GatewayRefused(400, "malformed", f"the body is not JSON: {error}") from None
+        if "\\u" in text and _UNSTORABLE.search(json.dumps(body, ensure_ascii=False)):
+            raise GatewayRefused(400, "malformed", "lone surrogates cannot be stored")
+        return body
 
     # --- verbs -----------------------------------------------------------------------------------------
 
@@ -324,7 +360,7 @@ class _Gateway:
                 bearer.run_id,
                 bearer.attempt,
                 bearer.token,
-                fact["ordinal"],
+                int(fact["ordinal"]),  # JSON writes 1 as 1.0, too
                 Lane(fact["lane"]),
                 fact["type"],
                 _json_text("payload", fact["payload"]),
@@ -333,7 +369,7 @@ class _Gateway:
         ]
         answer = await self._desk.say(sorted(sayings, key=lambda saying: saying.ordinal))
         if answer != "done":
-            raise _STANDINGS[answer]
+            raise _standing(answer)
         return {"answer": answer}
 
     async def array_input(self, bearer: Bearer, _: Any) -> Mapping[str, Any]:
@@ -405,7 +441,7 @@ class _Gateway:
                 json.loads(_json_text("input", body["input"])),
                 run_id=child_run_id(bearer.run_id, body["key"]),
                 org_id=claimed.org_id,
-                priority=body.get("priority", 0),
+                priority=int(body.get("priority", 0)),
                 delay=body.get("delay"),
                 labels=body.get("labels"),
                 concurrency_key=body.get("concurrency_key"),
@@ -417,8 +453,8 @@ class _Gateway:
     async def result(self, bearer: Bearer, body: Any) -> Mapping[str, Any]:
         """How the attempt ended. The first word stands; said again, it is answered again."""
         waits = _json_text("waits", body.get("waits", "[]"))
-        if body["outcome"] == "parked" and waits.strip() == "[]":
-            raise GatewayRefused(400, "malformed", "['waits']: an attempt parks on at least one wait")
+        if body["outcome"] == "parked":
+            _check_waits(json.loads(waits))
         pushed: Pushed = await self._desk.say(
             Settlement(
                 bearer.run_id,
@@ -433,35 +469,37 @@ class _Gateway:
             )
         )
         if pushed.answer == "unknown":
-            raise _STANDINGS["unknown"]
+            raise _standing("unknown")
         return {"answer": pushed.answer, "first": pushed.first}
 
     async def _beat(self, bearer: Bearer) -> str:
         answer: str = await self._desk.say(Beat(bearer.run_id, bearer.attempt, bearer.token))
         if answer in _STANDINGS:
-            raise _STANDINGS[answer]
+            raise _standing(answer)
         return answer
 
     async def _claimed(self, bearer: Bearer) -> Claimed:
         claimed = await self._desk.read(bearer)
         if claimed is None:
-            raise _STANDINGS["lost"]
+            raise _standing("lost")
         return claimed
 
 
 # --- reading and answering -----------------------------------------------------------------------------
 
 
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_UNSTORABLE = re.compile("[\ud800-\udfff]")
 
 
 def _json_text(field: str, text: str) -> str:
     """JSON text that the database takes, as it came."""
     try:
-        json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise GatewayRefused(400, "malformed", f"[{field!r}]: not JSON: {error}") from None
-    if "\x00" in text or "\\u0000" in text or _LONE_SURROGATE.search(text):
+    # Escaped ones are seen in what they stand for.
+    plain = json.dumps(value, ensure_ascii=False) if "\\u" in text else text
+    if "\x00" in text or "\\u0000" in plain or _UNSTORABLE.search(plain):
         raise GatewayRefused(400, "malformed", f"[{field!r}]: NUL and lone surrogates cannot be stored")
     return text
 
@@ -474,7 +512,7 @@ def _step(bearer: Bearer, item: Mapping[str, Any]) -> StepClaim | StepEnd:
             raise GatewayRefused(400, "malformed", "['function']: a claim says what it is recorded for")
         return StepClaim(None, ReceiptClaim(*fence, item["key"], item["function"]))
     text = None if payload is None else _json_text("payload", payload)
-    end = ReceiptEnd(*fence, item["key"], outcome, text, item.get("tries", 0), item.get("function"))
+    end = ReceiptEnd(*fence, item["key"], outcome, text, int(item.get("tries", 0)), item.get("function"))
     return StepEnd(None, end)
 
 
@@ -482,7 +520,7 @@ async def _step_answer(message: StepClaim | StepEnd) -> Mapping[str, Any]:
     try:
         answer = await message.reply.wait(_LONG_POLL_S)
     except RunCancelled:
-        raise _STANDINGS["lost"] from None
+        raise _standing("lost") from None
     except ItemFault as fault:
         return {"refused": str(fault)}
     return {} if answer is None else attrs.asdict(answer)
@@ -499,6 +537,21 @@ def _json_object(field: str, text: str) -> str:
     if not isinstance(json.loads(_json_text(field, text)), dict):
         raise GatewayRefused(400, "malformed", f"[{field!r}]: must be a JSON object, as text")
     return text
+
+
+def _check_waits(waits: Any) -> None:
+    problem = jsonschema.exceptions.best_match(_WAITS_CHECK.iter_errors(waits))
+    if problem is not None:
+        where = "".join(f"[{part!r}]" for part in problem.absolute_path)
+        raise GatewayRefused(400, "malformed", f"['waits']{where}: {problem.message[:300]}")
+    if len({wait["key"] for wait in waits}) < len(waits):
+        raise GatewayRefused(400, "malformed", "['waits']: a key may be there once")
+    for wait in waits:
+        try:
+            if "until" in wait and datetime.fromisoformat(wait["until"]).tzinfo is None:
+                raise ValueError("it has no time zone")
+        except ValueError as error:
+            raise GatewayRefused(400, "malformed", f"['waits']: until is not a moment: {error}") from None
 
 
 def _no_constant(name: str) -> Any:

@@ -4,11 +4,60 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import trio
 
 from runtime import Context, SyncContext, play
+from runtime.sandboxes import Created, Inspection, SandboxRef, SandboxSpec
+
+
+@attrs.define
+class Pretended:
+    """A provider whose sandboxes are nothing but entries: the test is the runner.
+
+    ``create_s``: how long making one takes, also when it is cut short: then it comes into being all the same.
+    """
+
+    key: str = "pretended"
+    create_s: float = 0.0
+    specs: dict[str, SandboxSpec] = attrs.field(factory=dict)
+    fails: bool = False
+
+    async def create(self, spec: SandboxSpec) -> Created:
+        """It is there when the time is over, whoever still waits for it."""
+        self.check()
+        if self.create_s:
+            trio.lowlevel.spawn_system_task(self._later, spec)
+            await trio.sleep(self.create_s)
+        self.specs[spec.sandbox] = spec
+        return Created(f"p-{spec.sandbox}")
+
+    async def _later(self, spec: SandboxSpec) -> None:
+        await trio.sleep(self.create_s)
+        self.specs[spec.sandbox] = spec
+
+    async def inspect(self, ref: SandboxRef) -> Inspection:
+        """Whether there is an entry."""
+        self.check()
+        return Inspection("running" if ref.sandbox in self.specs else "absent")
+
+    async def delete(self, ref: SandboxRef) -> str:
+        """No entry any more."""
+        self.check()
+        return "already_absent" if self.specs.pop(ref.sandbox, None) is None else "deleted"
+
+    async def names(self) -> Sequence[str]:
+        """The entries."""
+        self.check()
+        return list(self.specs)
+
+    def check(self) -> None:
+        """Raise while it fails."""
+        if self.fails:
+            raise ConnectionError("the provider is away")
 
 
 @play("boxed", sandbox="local", ceiling_s=120)
@@ -79,4 +128,10 @@ async def boxed_dies(ctx: Context, data: dict[str, Any]) -> int:
     if ctx.attempt == 1:
         print("about to die", flush=True)
         os._exit(7)
+    return ctx.attempt
+
+
+@play("pretended", sandbox="pretended", ceiling_s=120)
+async def pretended(ctx: Context, data: dict[str, Any]) -> int:
+    """Never runs here: the test is its runner."""
     return ctx.attempt
