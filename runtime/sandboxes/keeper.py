@@ -27,6 +27,8 @@ OLDER_OUTPUT_FILE = "output.older"
 WORK_FOLDER = "work"
 
 _CHUNK = 65_536
+# What is read of a pipe that others still write to when the command is over.
+_MOST_REST = 256
 
 
 def process_start(pid: int) -> tuple[str, bool] | None:
@@ -118,15 +120,20 @@ def _watch(process: subprocess.Popen[bytes], output: IO[bytes], home: Path, spec
     ends_at = None if spec["ceiling_s"] is None else time.monotonic() + spec["ceiling_s"]
     kept = (home / OUTPUT_FILE).open("wb")
     try:
-        while process.poll() is None:
-            if ends_at is not None and time.monotonic() >= ends_at:
+        said_all = False
+        rest = _MOST_REST
+        while True:
+            ended = process.poll() is not None
+            if not ended and ends_at is not None and time.monotonic() >= ends_at:
                 process.kill()
                 return "it was over its ceiling"
-            ready, _, _ = select.select([output], [], [], 0.2)
-            if ready:
-                chunk = os.read(output.fileno(), _CHUNK)
-                if not chunk:
-                    break
+            ready, _, _ = select.select([] if said_all else [output], [], [], 0.0 if ended else 0.2)
+            chunk = os.read(output.fileno(), _CHUNK) if ready else b""
+            said_all = said_all or (bool(ready) and not chunk)
+            if ended and (not chunk or not rest):
+                break
+            if chunk:
+                rest -= ended
                 if kept.tell() + len(chunk) > half:
                     # The latest half at least is always there, also when we are killed.
                     kept.close()

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from sql.errors import InputRefused
 
 _TAIL_BYTES = 4_096
 _STARTED_WITHIN_S = 30.0
+_KILL_ROUNDS = 100
 _MARK = "RUNLANE_RUNNER_SANDBOX"
 
 
@@ -59,12 +61,15 @@ class LocalProvider:
         self._output_bytes = output_bytes
 
     async def create(self, spec: SandboxSpec) -> Created:
-        """Start the command in a new session. Asked again, answers the sandbox that is there."""
+        """Start the command in a new session. Asked again, answers the sandbox that is there.
+
+        Cut short, it still comes to its end first: a sandbox that is made behind its deletion's back would stay.
+        """
         return await trio.to_thread.run_sync(self._create, spec)
 
     async def inspect(self, ref: SandboxRef) -> Inspection:
         """Whether its processes live, and how its command ended."""
-        return await trio.to_thread.run_sync(self._inspect, ref.sandbox)
+        return await trio.to_thread.run_sync(self._inspect, ref.sandbox, abandon_on_cancel=True)
 
     async def delete(self, ref: SandboxRef) -> str:
         """Kill its processes and remove its folder."""
@@ -78,7 +83,7 @@ class LocalProvider:
                 return sorted(entry.name for entry in self.folder.iterdir() if entry.name[0] != ".")
             return []
 
-        return await trio.to_thread.run_sync(read)
+        return await trio.to_thread.run_sync(read, abandon_on_cancel=True)
 
     # --- in a thread -----------------------------------------------------------------------------------
 
@@ -173,7 +178,14 @@ def _kill(known: dict[str, Any] | None, sandbox: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(known["pid"], signal.SIGKILL)
     mark = f"{_MARK}={sandbox}".encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):  # where the platform has it
-        with contextlib.suppress(OSError):
-            if mark in entry.read_bytes().split(b"\x00"):
-                os.kill(int(entry.parent.name), signal.SIGKILL)
+    for _ in range(_KILL_ROUNDS):
+        left = False
+        for entry in Path("/proc").glob("[0-9]*/environ"):  # where the platform has it
+            with contextlib.suppress(OSError):
+                if mark in entry.read_bytes().split(b"\x00"):
+                    left = True
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
+        if not left:  # also none that was started while we looked
+            return
+        time.sleep(0.02)
+    raise SandboxFault(f"processes of sandbox {sandbox} do not end")

@@ -18,7 +18,7 @@ AS $$
            CASE WHEN r.status <> 'running' THEN NULL
                 WHEN r.lease_owner = 0 THEN attempt_sandbox(r.run_id, r.attempt)
                 ELSE coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
-           r.lease_expires_at, r.last_seq, r.acked_seq, r.lane_error, r.parent_id, r.root_id,
+           nullif(r.lease_expires_at, 'infinity'), r.last_seq, r.acked_seq, r.lane_error, r.parent_id, r.root_id,
            CASE WHEN r.wait_kind IS NOT NULL THEN standing_waits(r.run_id, r.wait_seq) END,
            r.environment, f.created_at
       FROM unnest(p_run_ids) AS i (run_id)

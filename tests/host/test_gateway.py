@@ -154,7 +154,7 @@ class Route:
 
     async def answer(self, body: bytes, token: str | None) -> int:
         """The status of the answer, which is one of those that the document names and says why."""
-        headers = {} if token is None else {"authorization": token.encode("latin-1")}
+        headers = {} if token is None else {b"authorization": token.encode("latin-1")}
         response = await self.client.post(self.path, content=body, headers=headers)
         told = (self.path, body[:500], response.status_code, response.text[:500])
         assert str(response.status_code) in self.post["responses"], told
