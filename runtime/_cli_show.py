@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sql.billing import ComputeRecord
 from sql.circuits import Circuit
 from sql.limits import Limit
 from sql.rates import RateScope
 from sql.receipts import StepRecord
+from sql.sandboxes import SandboxRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import Fact, JournalEntry, LaneStatus, RunDetails, RunStatus
@@ -127,7 +129,10 @@ def _summary(run: RunStatus) -> Iterable[tuple[str, Text | str]]:
     yield "play", run.play
     yield "status", state(run.status)
     if run.host is not None:
-        yield "host", f"{run.host}, lease until {moment(run.lease_expires_at)}"
+        if run.lease_expires_at is None:  # a runner has it, for as long as it lives
+            yield "in", run.host
+        else:
+            yield "host", f"{run.host}, lease until {moment(run.lease_expires_at)}"
     for wait in run.waits:
         name = f"{wait.kind} {wait.name or wait.key}"
         yield "waits for", name if wait.until is None else f"{name} until {moment(wait.until)}"
@@ -386,6 +391,40 @@ def show_limits(limits: Sequence[Limit]) -> None:
     for one in limits:
         kind = "each key" if one.kind == "key" else one.kind
         lines.add_row(kind, one.name, str(one.max_running), "-" if one.running is None else str(one.running))
+    console().print(lines)
+
+
+def show_sandboxes(sandboxes: Sequence[SandboxRecord]) -> None:
+    """One line per sandbox."""
+    lines = table("sandbox", "provider", "state", "run", "attempt", "created", "failures", "why")
+    for one in sandboxes:
+        why = one.block_reason or one.last_error or ""
+        lines.add_row(
+            one.sandbox,
+            one.provider,
+            one.state,
+            one.run_id,
+            str(one.attempt),
+            moment(one.created_at),
+            str(one.failures),
+            Text(_short(why), style="red"),
+        )
+    console().print(lines)
+
+
+def show_compute(records: Sequence[ComputeRecord]) -> None:
+    """One line per record."""
+    lines = table("recorded", "run", "attempt", "kind", "provider", "organisation", "seconds")
+    for one in records:
+        lines.add_row(
+            moment(one.recorded_at),
+            one.run_id,
+            str(one.attempt),
+            one.kind,
+            one.provider,
+            one.org_id or "-",
+            f"{one.seconds:.3f}",
+        )
     console().print(lines)
 
 

@@ -34,7 +34,8 @@ from runtime.plays import Play, index_plays
 from runtime.sandboxes import SandboxProvider
 from runtime.schedules import Schedule, Schedules, check_declared
 from runtime.submit import Submit, check_admitted, check_play_name
-from sql import circuits, events, facts, journal, limits, rates, receipts, status
+from sql import billing, circuits, events, facts, journal, limits, rates, receipts, sandboxes, status
+from sql.billing import ComputeRecord
 from sql.circuits import Circuit
 from sql.control import Cancellation, Failure
 from sql.errors import (
@@ -51,6 +52,7 @@ from sql.events import Sending
 from sql.limits import Limit
 from sql.rates import RateScope
 from sql.receipts import StepRecord
+from sql.sandboxes import SandboxRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import (
@@ -523,6 +525,52 @@ class Verbs:
         found: list[RateScope] = await self._ask(rates.read)
         return found
 
+    # --- sandboxes -----------------------------------------------------------------------------------
+
+    async def sandboxes(
+        self,
+        *,
+        run_id: str | None = None,
+        only_open: bool = False,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> list[SandboxRecord]:
+        """One page of sandboxes that were ever asked for, highest name first: of a run, or of all runs.
+
+        ``only_open``: those that are not confirmed to be gone. ``after``: the last name of the page before.
+        """
+        if run_id is not None:
+            ids.check_run_id(run_id)
+        _check_limit(limit)
+        _check_name(after, "after")
+        found: list[SandboxRecord] = await self._ask(
+            lambda session: sandboxes.read(
+                session, run_id=run_id, only_open=bool(only_open), limit=limit, after=after
+            )
+        )
+        return found
+
+    async def retry_sandbox(self, name: str) -> bool:
+        """Let cleanup try a sandbox again that is blocked because it could not be deleted; False when it is not."""
+        _check_name(name, "name")
+        retried: bool = await self._ask(lambda session: sandboxes.retry(session, name))
+        return retried
+
+    async def compute_records(
+        self, *, limit: int = 1_000, after: ComputeRecord | None = None
+    ) -> list[ComputeRecord]:
+        """One page of what detached runs have used, in the order in which it was recorded.
+
+        A record is told once its run has ended and its sandboxes are deleted, and never changes: count each
+        ``record_id`` once. ``after``: the last record of the page before.
+        """
+        _check_limit(limit)
+        place = None if after is None else (after.recorded_at, after.record_id)
+        found: list[ComputeRecord] = await self._ask(
+            lambda session: billing.read(session, limit=limit, after=place)
+        )
+        return found
+
     # --- limits --------------------------------------------------------------------------------------
 
     async def set_limit(self, kind: str, name: str, max_running: int | None) -> None:
@@ -860,6 +908,11 @@ class _Once:
         if self._task_status is not None:
             task_status, self._task_status = self._task_status, None
             task_status.started()
+
+
+def _check_name(value: Any, field: str) -> None:
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= 512 and "\x00" not in value):
+        raise InputRefused(field, f"must be the name of a sandbox, not {preview(value)}")
 
 
 def _check_limit(limit: Any) -> None:

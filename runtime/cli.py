@@ -34,6 +34,7 @@ from runtime._cli_base import (
 )
 from runtime._cli_lanes import lanes_verbs
 from runtime._cli_receive import receive
+from runtime._cli_sandboxes import compute_verb, sandboxes_verbs
 from runtime._cli_schedules import schedules_group
 from runtime.api import Runtime
 from runtime.codec import JsonCodec
@@ -685,7 +686,6 @@ def set_limit_verb(kind: str, name: str, most: str) -> None:
     \b
     Examples:
       runlane set-limit org acme 10
-      runlane set-limit org acme none
       runlane set-limit sandbox "" 50
     """
     settings = settings_of_command()
@@ -742,6 +742,12 @@ def circuits_verb(name: str | None) -> None:
 # --- lanes -------------------------------------------------------------------------------------------
 
 cli.add_command(lanes_verbs)
+
+
+# --- sandboxes ---------------------------------------------------------------------------------------
+
+cli.add_command(sandboxes_verbs)
+cli.add_command(compute_verb)
 
 
 # --- the entry ---------------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ VERBS = (
     "set-limit",
     "circuits",
     "lanes",
+    "sandboxes",
+    "compute",
 )
 NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
 
@@ -687,6 +689,45 @@ def test_circuits_are_listed_and_closed(runlane: Command, dsn: str, schema: str)
     (crm,) = runlane("circuits", "--close", "crm", "--json").json["circuits"]
     assert crm["state"] == "closed"
     runlane("circuits", "--close", "a b").refused(2, "name")
+
+
+def test_sandboxes_are_listed_and_tried_again(runlane: Command, dsn: str, schema: str) -> None:
+    assert "no sandboxes" in runlane("sandboxes").err
+    assert "no sandbox is open" in runlane("sandboxes", "--open").err
+    ask(
+        dsn,
+        f"INSERT INTO {schema}.sandboxes (sandbox, provider, run_id, attempt, created_at, due_at, certain_at,"
+        " wanted_at, failures, block_reason) SELECT 'box-' || n, 'local@here', 'run-' || n, 1, now(), 'infinity',"
+        " now(), now(), 20, 'gave up: no answer' FROM generate_series(1, 3) n",
+    )
+    page = runlane("sandboxes", "--open", "--limit", "2", "--json").json
+    assert [(one["sandbox"], one["state"]) for one in page["sandboxes"]] == [
+        ("box-3", "blocked"),
+        ("box-2", "blocked"),
+    ]
+    (rest,) = runlane("sandboxes", "--after", page["next"], "--json").json["sandboxes"]
+    assert (rest["sandbox"], rest["block_reason"]) == ("box-1", "gave up: no answer")
+    (mine,) = runlane("sandboxes", "--run", "run-2", "--json").json["sandboxes"]
+    assert mine["run_id"] == "run-2"
+    assert "blocked" in runlane("sandboxes").out
+    assert runlane("sandboxes", "retry", "box-1", "--json").json == {"sandbox": "box-1", "retried": True}
+    runlane("sandboxes", "retry", "box-1").refused(1, "box-1", "not blocked")
+    runlane("sandboxes", "retry", "nothing").refused(1, "not blocked")
+
+
+def test_compute_is_listed_in_pages_of_lines(runlane: Command, dsn: str, schema: str) -> None:
+    assert "no compute records" in runlane("compute").err
+    ask(
+        dsn,
+        f"INSERT INTO {schema}.compute_records SELECT now(), now() + interval '20 s', now() + n * interval '1 s', 1,"
+        " 'run-' || n || ':runner:1', 'run-' || n, 'runner', 'local@here', 'acme' FROM generate_series(1, 3) n",
+    )
+    lines = [json.loads(line) for line in runlane("compute", "--limit", "2", "--json").out.splitlines()]
+    assert [(one["run_id"], one["seconds"]) for one in lines] == [("run-1", 20.0), ("run-2", 20.0)]
+    rest = runlane("compute", "--after", lines[-1]["after"], "--json").json
+    assert rest["record_id"] == "run-3:runner:1"
+    assert "acme" in runlane("compute").out
+    runlane("compute", "--after", "yesterday").refused(2, "--after")
 
 
 def test_rates_are_set_and_listed(runlane: Command) -> None:

@@ -135,6 +135,9 @@ async def launched(rt: Runtime, provider: Pretended) -> Runner:
 
     await eventually(waits, within_s=20.0)
     (spec,) = [one for one in provider.specs.values() if one.run_id == handle.run_id]
+    status = await rt.status(handle.run_id)
+    assert status.host == f"sandbox {spec.sandbox} (pretended)"
+    assert status.lease_expires_at is None
     return Runner(f"http://127.0.0.1:{rt.health_port}", spec.env[TOKEN])
 
 

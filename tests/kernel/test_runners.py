@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from sql import billing, limits, runners, sandboxes, settle
 from sql.claim import Claimed
+from tests.kernel.test_plans import Batch, rows_read
 from tests.support.callers import open_caller
 from tests.support.invariants import check_invariants
 from tests.support.kernel import Kernel, open_kernel
@@ -507,3 +509,40 @@ async def test_what_never_was_costs_nothing(dsn: str, schema: str) -> None:
         done = await billing.finalise(kernel.session, limit=10, grace_s=60.0, again_s=1.0)
         assert done.finalised == 1
         assert await billing.read(kernel.session) == []
+
+
+# --- what a sweep costs ------------------------------------------------------------------------------
+
+_PARKED = """
+INSERT INTO @schema@.sandboxes (sandbox, provider, run_id, attempt, created_at, due_at, certain_at)
+SELECT 'box-' || n, 'local@here', 'parked-' || n, 1, t, 'infinity', t
+  FROM (SELECT n, clock_timestamp() AS t FROM generate_series(1, 10000) AS n) AS g;
+INSERT INTO @schema@.runners (run_id, attempt, token, provider, sandbox, started_at, heartbeat_timeout_s, ceiling_at,
+        heartbeat_at, due_at)
+SELECT 'parked-' || n, 1, n, 'local@here', 'box-' || n, t - interval '1 hour', 30, 'infinity',
+       CASE WHEN n <= 50 THEN t - interval '40 s' ELSE t - interval '5 s' END,
+       CASE WHEN n <= 100 THEN t - interval '1 s' ELSE t + interval '1 hour' END
+  FROM (SELECT n, clock_timestamp() AS t FROM generate_series(1, 10000) AS n) AS g
+"""
+
+
+async def test_a_sweep_over_ten_thousand_runners_reads_only_what_is_due(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        for table in ("runners", "sandboxes"):
+            await kernel.execute(f"ALTER TABLE @schema@.{table} SET (autovacuum_enabled = off)")
+        for statement in _PARKED.split(";"):
+            await kernel.execute(statement)
+        took_s = []
+
+        async def page(doors: Kernel, _: Batch) -> None:
+            started = time.perf_counter()
+            found, next_due_s = await runners.sweep(doors.session, [PROVIDER], limit=100, look_s=10.0)
+            took_s.append(time.perf_counter() - started)
+            assert len(found) == 50  # of the 100 that are due the others were heard of
+            assert next_due_s is not None
+
+        batch = Batch([])
+        for _ in range(7):
+            read = await rows_read(caller, kernel, page, batch)
+            assert sum(read.values()) < 2_000, read
+        assert min(took_s) < 0.05, took_s

@@ -1,0 +1,144 @@
+"""``sandboxes`` and ``compute``: what detached runs stand in, what is left to delete, and what they have used.
+
+Owns the verbs and their options. It asks no provider: what is shown is what the database knows.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import attrs
+import click
+
+from runtime import _cli_show as show
+from runtime import _client, ids
+from runtime._cli_base import FAILED, USAGE, Refusal, database_options, json_option, settings_of_command
+from sql import billing
+from sql import sandboxes as door
+from sql.billing import ComputeRecord
+from sql.connection import Session
+from sql.sandboxes import SandboxRecord
+
+
+@click.group("sandboxes", invoke_without_command=True)
+@json_option
+@database_options
+@click.option("--open", "only_open", is_flag=True, help="Only those that are not confirmed to be gone.")
+@click.option("--run", "run_id", metavar="RUN", help="Only those of this run.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Sandboxes to list."
+)
+@click.option("--after", metavar="NAME", help="Go on after this sandbox, the last of the page before.")
+@click.pass_context
+def sandboxes_verbs(
+    ctx: click.Context, only_open: bool, run_id: str | None, limit: int, after: str | None
+) -> None:
+    """List sandboxes that were ever asked for, highest name first.
+
+    "state" is creating, live, deleting, deleted (the provider took it), gone (read back) or blocked: cleanup has
+    failed too often, and only `sandboxes retry` goes on with it. With --json the answer has "next": the value for
+    --after that gives the following page, or null.
+
+    \b
+    Examples:
+      runlane sandboxes --open
+      runlane sandboxes --run nightly-42 --json
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    settings = settings_of_command()
+    if run_id is not None:
+        ids.check_run_id(run_id)
+
+    async def body(session: Session) -> list[SandboxRecord]:
+        return await door.read(session, run_id=run_id, only_open=only_open, limit=limit, after=after)
+
+    found = _client.ask(settings.config(), body)
+    following = found[-1].sandbox if len(found) == limit else None
+    if settings.as_json:
+        listed = [{**attrs.asdict(one), "state": one.state} for one in found]
+        show.print_json({"sandboxes": listed, "next": following})
+        return
+    if not found:
+        click.echo("no sandbox is open" if only_open else "no sandboxes", err=True)
+        return
+    show.show_sandboxes(found)
+    if following is not None:
+        click.echo(f"there may be more: --after {following}", err=True)
+
+
+@sandboxes_verbs.command("retry")
+@json_option
+@database_options
+@click.argument("name")
+def retry_verb(name: str) -> None:
+    """Let cleanup try the blocked sandbox NAME again. Exits 1 when it is not blocked.
+
+    \b
+    Example:
+      runlane sandboxes retry NAME
+    """
+    settings = settings_of_command()
+
+    async def body(session: Session) -> bool:
+        return await door.retry(session, name)
+
+    if not _client.ask(settings.config(), body):
+        raise Refusal(f"sandbox {name!r} is not blocked", FAILED)
+    if settings.as_json:
+        show.print_json({"sandbox": name, "retried": True})
+    else:
+        click.echo(f"sandbox {name}: tried again")
+
+
+@click.command("compute")
+@json_option
+@database_options
+@click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=1_000, show_default=True, help="Records to list."
+)
+@click.option("--after", metavar="TIME/ID", help="Go on after this record, as the page before named it.")
+def compute_verb(limit: int, after: str | None) -> None:
+    """List what detached runs have used, in the order in which it was recorded: a page.
+
+    Each record is told once its run has ended and its sandboxes are deleted, and never changes: count each record_id
+    once. "runner" is an attempt, "sandbox" what it stood in, "late_sandbox" one that its provider never gave back, up
+    to its ceiling. With --json it prints a line per record; "after" in each is the value for --after.
+
+    \b
+    Examples:
+      runlane compute --json
+      runlane compute --limit 100
+    """
+    settings = settings_of_command()
+    place = None if after is None else _place(after)
+
+    async def body(session: Session) -> list[ComputeRecord]:
+        return await billing.read(session, after=place, limit=limit)
+
+    found = _client.ask(settings.config(), body)
+    if settings.as_json:
+        for one in found:
+            show.print_json({**attrs.asdict(one), "seconds": one.seconds, "after": _place_of(one)})
+        return
+    if not found:
+        click.echo("no compute records", err=True)
+        return
+    show.show_compute(found)
+    if len(found) == limit:
+        click.echo(f"there may be more: --after {_place_of(found[-1])}", err=True)
+
+
+def _place_of(record: ComputeRecord) -> str:
+    return f"{record.recorded_at.isoformat()}/{record.record_id}"
+
+
+def _place(text: str) -> tuple[datetime, str]:
+    moment, _, record_id = text.partition("/")
+    try:
+        at = datetime.fromisoformat(moment)
+    except ValueError:
+        at = None
+    if at is None or at.tzinfo is None or not record_id:
+        raise Refusal(f"--after must be what the page before named, not {text!r}", USAGE)
+    return at, record_id
