@@ -11,9 +11,9 @@ PG15_BIN ?= /usr/lib/postgresql/15/bin
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Most tests wait for something: three at once, by file, keep two cores busy.
+# Most tests wait for something: four at once, by file, keep two cores busy.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
-JOBS ?= 3
+JOBS ?= 4
 SOURCES := sql actors runtime bench tests examples
 
 .DEFAULT_GOAL := help
@@ -54,13 +54,10 @@ unit: $(STAMP)  ## only the tests that need no server
 suite: $(STAMP)  ## every test but the soak, on the embedded PostgreSQL 18 (or RUNLANE_TEST_DSN)
 	$(PYTEST) $(TESTS)
 
-modes: $(STAMP)  ## kernel and end-to-end tests: no notifications, repeatable read, a held snapshot
-	@echo "== notifications off"
-	RUNLANE_TEST_NOTIFY=0 $(PYTEST) -m "modes and not soak" $(TESTS)
-	@echo "== repeatable read as the default isolation"
-	RUNLANE_TEST_ISOLATION="repeatable read" $(PYTEST) -m "modes and not soak" $(TESTS)
-	@echo "== a held snapshot"
-	RUNLANE_TEST_HOLD_SNAPSHOT=1 $(PYTEST) -m "modes and not soak" $(TESTS)
+modes: $(STAMP)  ## kernel and end-to-end tests: no notifications, repeatable read and a held snapshot, all at once
+	@echo "== notifications off, repeatable read as the default isolation, a held snapshot"
+	RUNLANE_TEST_NOTIFY=0 RUNLANE_TEST_ISOLATION="repeatable read" RUNLANE_TEST_HOLD_SNAPSHOT=1 \
+	  $(PYTEST) -m "modes and not soak" $(TESTS)
 
 pg15: $(STAMP)  ## kernel and end-to-end tests on Debian's PostgreSQL 15, where it is installed
 	@if test -x $(PG15_BIN)/initdb; then \
@@ -70,7 +67,10 @@ pg15: $(STAMP)  ## kernel and end-to-end tests on Debian's PostgreSQL 15, where 
 	  echo "PostgreSQL 15: not installed, not tested"; \
 	fi
 
-soak: $(STAMP)  ## the long load and fault tests
+soak: $(STAMP)  ## the long load and fault tests, and each mode by itself
+	RUNLANE_TEST_NOTIFY=0 $(PYTEST) -m "modes and not soak" $(TESTS)
+	RUNLANE_TEST_ISOLATION="repeatable read" $(PYTEST) -m "modes and not soak" $(TESTS)
+	RUNLANE_TEST_HOLD_SNAPSHOT=1 $(PYTEST) -m "modes and not soak" $(TESTS)
 	$(PYTEST) -m soak $(TESTS)
 
 bench: $(STAMP)  ## the whole lifecycle beside the bare kernel; SCENARIO="drain --json" measures something else

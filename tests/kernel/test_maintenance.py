@@ -156,8 +156,8 @@ async def test_nothing_open_undelivered_or_blocked_goes(dsn: str, schema: str) -
         kept["a sandbox is not gone"] = await ended(kernel)
         kept["not billed yet"] = await ended(kernel)
         await kernel.execute(
-            "INSERT INTO @schema@.sandboxes (created_at, due_at, attempt, sandbox, provider, run_id)"
-            " VALUES (now(), now(), 1, 'box', 'local', $1)",
+            "INSERT INTO @schema@.sandboxes (created_at, due_at, certain_at, attempt, sandbox, provider, run_id)"
+            " VALUES (now(), now(), now(), 1, 'box', 'local', $1)",
             kept["a sandbox is not gone"],
         )
         await kernel.execute(
