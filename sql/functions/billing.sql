@@ -51,8 +51,8 @@ BEGIN
         SELECT a.run_id || ':runner:' || a.attempt, a.run_id, a.attempt, 'runner', s.provider, s.org_id,
                coalesce(s.custody_at, s.created_at), least(coalesce(q.received_at, a.ended_at), a.ended_at), v_now
           FROM attempts a
-          JOIN sandboxes s ON s.run_id = a.run_id AND s.attempt = a.attempt
-          LEFT JOIN runner_results q ON q.run_id = a.run_id AND q.attempt = a.attempt
+          JOIN sandboxes s ON s.run_id = ANY (ARRAY[a.run_id]) AND s.attempt = a.attempt
+          LEFT JOIN runner_results q ON q.run_id = ANY (ARRAY[a.run_id]) AND q.attempt = a.attempt
          WHERE a.run_id = ANY (v_done) AND a.owner = 0
         ON CONFLICT DO NOTHING;
 
