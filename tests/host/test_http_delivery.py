@@ -164,5 +164,5 @@ async def test_a_budget_that_ends_during_a_request_gives_the_lane_back(hosts: Ho
             assert receiver.open == 0
         # The budget, and 100 ms for giving the lane back, claiming it elsewhere and the request; a busy machine may
         # take longer once.
-        assert 0.2 <= min(waits) <= 0.25 + 0.1
+        assert 0.1 <= min(waits) <= 0.25 + 0.1
         assert max(waits) < 1.5
