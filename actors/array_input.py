@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-import trio
 
-from actors.core import Backoff, EndOfMailbox, Life, Mailbox, Reply, commit_in_groups
+from actors.core import Backoff, Life, Mailbox, Reply, commit_in_groups, each_turn
 from sql import array_input as door
 from sql.connection import Session, SessionOptions
 from sql.errors import ItemFault
@@ -38,17 +37,13 @@ class ArrayInput:
         held = Backoff(first_s=0.005, max_s=1.0)
         async with life.session(self._options) as session:
             life.ready()
-            busy: list[IntentRequest] = []
-            while True:
-                try:
-                    until = trio.current_time() + held.next() if busy else None
-                    requests = busy + list(await self._mailbox.take(_BATCH, until))
-                except EndOfMailbox:
-                    return
-                life.beat()
-                busy = await self._register(session, requests)
-                if not busy:
-                    held.reset()
+            await each_turn(
+                life,
+                self._mailbox,
+                lambda requests: self._register(session, requests),
+                most=lambda: _BATCH,
+                locked=held,
+            )
 
     async def _register(self, session: Session, requests: Sequence[IntentRequest]) -> list[IntentRequest]:
         busy: list[IntentRequest] = []

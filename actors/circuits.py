@@ -68,10 +68,8 @@ class Circuits:
         """Ask and report until the mailbox ends. Connects when somebody first wants something."""
         self._enters, self._outcomes = [], []  # what is unanswered is in the mailbox again
         life.ready()
-        while not len(self.mailbox):
-            if self.mailbox.closed:
-                return
-            await self.mailbox.wake.wait()
+        if not await self.mailbox.arrives():
+            return
         locked = Backoff(first_s=0.001, max_s=0.05)
         async with life.session(self._options) as session:
             while True:

@@ -82,11 +82,8 @@ class Rates:
         """Ask and release until the mailbox ends. Connects when somebody first wants something."""
         self._forget()
         life.ready()
-        while not len(self._mailbox):
-            if self._mailbox.closed:
-                return
-            await self._mailbox.wake.wait()
-        self._mailbox.wake.set()
+        if not await self._mailbox.arrives():
+            return
         sweep_at = trio.current_time()
         async with life.session(self._options) as session:
             while True:

@@ -10,10 +10,9 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import attrs
-import trio
 
 from actors.attempts import Attempt, Attempts, Why
-from actors.core import PASSING_FAULTS, Backoff, EndOfMailbox, Life, Mailbox, Portion, Reply, commit_in_groups
+from actors.core import PASSING_FAULTS, Backoff, Life, Mailbox, Portion, Reply, commit_in_groups, each_turn
 from sql import receipts as door
 from sql.connection import Session, SessionOptions
 from sql.errors import ItemFault, RunCancelled
@@ -66,30 +65,16 @@ class Receipts:
     async def run(self, life: Life) -> None:
         """Claim and end until the mailbox ends. Connects for the first step."""
         life.ready()
-        while not len(self._mailbox):
-            if self._mailbox.closed:
-                return
-            await self._mailbox.wake.wait()
+        if not await self._mailbox.arrives():
+            return
         async with life.session(self._options) as session:
-            busy: list[Message] = []
-            while True:
-                try:
-                    batch = busy + await self._take(busy)
-                except EndOfMailbox:
-                    return
-                life.beat()
-                busy = await self._turn(session, batch)
-
-    async def _take(self, busy: Sequence[Message]) -> list[Message]:
-        if not busy:
-            self._locked.reset()
-            return await self._mailbox.take(self._portion.most)
-        # Some rows were locked: ask again together with what comes, or alone after a moment.
-        try:
-            return await self._mailbox.take(self._portion.most, trio.current_time() + self._locked.next())
-        except EndOfMailbox:
-            await trio.sleep(self._locked.next())
-            return []
+            await each_turn(
+                life,
+                self._mailbox,
+                lambda batch: self._turn(session, batch),
+                most=lambda: self._portion.most,
+                locked=self._locked,
+            )
 
     async def _turn(self, session: Session, batch: Sequence[Message]) -> list[Message]:
         """Commit a batch; the messages whose row is locked are returned."""

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import trio
 
-from actors.core import PASSING_FAULTS, Backoff, EndOfMailbox, Life, Mailbox, Reply, commit_in_groups
+from actors.core import PASSING_FAULTS, Backoff, Life, Mailbox, Reply, commit_in_groups, each_turn
 from actors.hints import Hints
 from sql import facts, runners
 from sql.connection import Session, SessionOptions
@@ -61,21 +61,13 @@ class Runners:
         """Commit words until the mailbox ends."""
         async with life.session(self._options) as session:
             life.ready()
-            busy: list[Word] = []
-            while True:
-                try:
-                    batch = busy + await self._take(busy)
-                except EndOfMailbox:
-                    return
-                life.beat()
-                busy = await self._commit(session, batch)
-
-    async def _take(self, busy: Sequence[Word]) -> list[Word]:
-        if not busy:
-            self._locked.reset()
-            return await self._mailbox.take(_BATCH)
-        await trio.sleep(self._locked.next())
-        return self._mailbox.take_nowait(_BATCH)
+            await each_turn(
+                life,
+                self._mailbox,
+                lambda batch: self._commit(session, batch),
+                most=lambda: _BATCH,
+                locked=self._locked,
+            )
 
     async def _commit(self, session: Session, batch: Sequence[Word]) -> list[Word]:
         busy: list[Word] = []

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-import trio
-
 from actors.attempts import Attempts, Why
-from actors.core import PASSING_FAULTS, Backoff, EndOfMailbox, Life, Mailbox, Portion, commit_in_groups
+from actors.core import PASSING_FAULTS, Backoff, Life, Mailbox, Portion, commit_in_groups, each_turn
 from actors.hints import Hints
 from sql import settle as door
 from sql.connection import Session, SessionOptions
@@ -54,25 +52,13 @@ class Settle:
         """Settle until the mailbox ends."""
         async with life.session(self._options) as session:
             life.ready()
-            busy: list[Settlement] = []
-            while True:
-                try:
-                    batch = busy + await self._take(busy)
-                except EndOfMailbox:
-                    return
-                life.beat()
-                busy = await self._settle(session, batch)
-
-    async def _take(self, busy: Sequence[Settlement]) -> list[Settlement]:
-        if not busy:
-            self._locked.reset()
-            return await self._mailbox.take(self._portion.most)
-        # Some rows were locked: ask again together with what comes, or alone after a moment.
-        try:
-            return await self._mailbox.take(self._portion.most, trio.current_time() + self._locked.next())
-        except EndOfMailbox:
-            await trio.sleep(self._locked.next())
-            return []
+            await each_turn(
+                life,
+                self._mailbox,
+                lambda batch: self._settle(session, batch),
+                most=lambda: self._portion.most,
+                locked=self._locked,
+            )
 
     async def _settle(self, session: Session, batch: Sequence[Settlement]) -> list[Settlement]:
         """Commit a batch; the items whose row is locked are returned."""

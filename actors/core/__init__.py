@@ -16,6 +16,7 @@ from actors.core.mailbox import EndOfMailbox, Mailbox, Reply
 from actors.core.probes import Probe
 from actors.core.shared import Together
 from actors.core.supervisor import Actor, ActorEnded, ChildSpec, EscalatedActor, Life, Supervisor
+from actors.core.turns import each_turn
 from actors.core.wake import WakeFan, WakeFlag
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "bounded_cleanup",
     "check_nested",
     "commit_in_groups",
+    "each_turn",
     "hidden_by",
     "leaves",
     "only",

@@ -155,6 +155,14 @@ class Mailbox(Generic[T]):
 
     # --- the taker -----------------------------------------------------------------------------------
 
+    async def arrives(self) -> bool:
+        """Wait until something waits here, and take nothing. False once it is closed and empty."""
+        while not self._queue and not self._closed:
+            await self.wake.wait()
+        if self._queue:
+            self.wake.set()  # the taker may wait for more than mail
+        return bool(self._queue)
+
     async def take(self, most: int, deadline: float | None = None) -> list[T]:
         """Wait for at least one item, then return up to ``most`` without waiting; they are in flight now.
 
