@@ -5,8 +5,9 @@
 
 -- Finalises jobs that are due: of runs that have ended and whose sandboxes have all been taken by their provider, or have
 -- outlived their ceiling (without one: their attempt) by p_grace_s; those are billed up to that and told as late. What no
--- provider ever said to exist costs nothing. Others are looked at again in p_again_s. Runner time ends when the result was first received, sandbox time when the provider took the deletion:
--- both are moments of this database, never a sandbox's own word.
+-- provider ever said to exist costs nothing. Others are looked at again in p_again_s. Runner time ends when the result
+-- was first received, sandbox time when the provider took the deletion: both are moments of this database, never a
+-- sandbox's own word.
 CREATE OR REPLACE FUNCTION @schema@.finalise_billing(
     p_limit integer, p_grace_s double precision, p_again_s double precision
 ) RETURNS TABLE (finalised integer, postponed integer, next_due_s double precision)
@@ -33,9 +34,9 @@ BEGIN
           FROM unnest(v_ids) AS i (run_id)
           LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
          WHERE (r.run_id IS NULL OR r.finished_at IS NOT NULL)
-           AND NOT EXISTS (SELECT 1 FROM sandboxes s
-                            WHERE s.run_id = ANY (ARRAY[i.run_id]) AND s.accepted_at IS NULL
-                              AND billed_until(s, p_grace_s) > v_now);
+           AND NOT EXISTS (SELECT 1
+                             FROM (SELECT s FROM sandboxes s WHERE s.run_id = ANY (ARRAY[i.run_id]) OFFSET 0) AS of_run (s)
+                            WHERE (of_run.s).accepted_at IS NULL AND billed_until(of_run.s, p_grace_s) > v_now);
 
         INSERT INTO compute_records (record_id, run_id, attempt, kind, provider, org_id, started_at, ended_at, recorded_at)
         SELECT CASE WHEN s.accepted_at IS NULL

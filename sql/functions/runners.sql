@@ -28,7 +28,8 @@ BEGIN
               JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
               JOIN sandboxes s ON s.sandbox = ANY (ARRAY[i.sandbox])
              WHERE r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
-               AND r.lease_owner <> 0 AND s.wanted_at IS NULL AND s.run_id = i.run_id AND s.attempt = i.attempt
+               AND r.lease_owner <> 0 AND s.wanted_at IS NULL AND s.run_id = ANY (ARRAY[i.run_id])
+               AND s.attempt = i.attempt
                FOR NO KEY UPDATE OF r, s SKIP LOCKED) t;
     v_now := clock();
 
@@ -195,10 +196,10 @@ LANGUAGE plpgsql
 AS $$
 #variable_conflict use_column
 DECLARE
-    v_ids  text[];
-    v_atts integer[];
-    v_over text[];
-    v_left integer;
+    v_ids     text[];
+    v_atts    integer[];
+    v_over    text[];
+    v_settled integer;
 BEGIN
     PERFORM require_read_committed();
 
@@ -207,9 +208,12 @@ BEGIN
           FROM (SELECT n.run_id, n.attempt FROM runner_results n WHERE n.settled_at IS NULL
                  ORDER BY n.received_at LIMIT p_limit) t;
     ELSE
-        SELECT array_agg(n.run_id), array_agg(n.attempt) INTO v_ids, v_atts
+        SELECT array_agg(i.run_id), array_agg(i.attempt) INTO v_ids, v_atts
           FROM unnest(p_run_ids, p_attempts) AS i (run_id, attempt)
-          JOIN runner_results n ON n.run_id = ANY (ARRAY[i.run_id]) AND n.attempt = i.attempt
+         CROSS JOIN LATERAL (
+                SELECT q.settled_at FROM runner_results q
+                 WHERE q.run_id = ANY (ARRAY[i.run_id]) AND q.attempt = i.attempt
+                OFFSET 0) n
          WHERE n.settled_at IS NULL;
     END IF;
     IF v_ids IS NULL THEN
@@ -233,23 +237,21 @@ BEGIN
                 array_agg(CASE WHEN n.run_id = ANY (v_over) THEN n.overdue ELSE n.payload END), array_agg(n.delay_s))
        FROM unnest(v_ids, v_atts) AS i (run_id, attempt)
        JOIN runner_results n ON n.run_id = ANY (ARRAY[i.run_id]) AND n.attempt = i.attempt
-      WHERE n.outcome <> 'parked' AND (n.outage_max_s IS NULL OR n.run_id = ANY (v_over)) HAVING count(*) > 0;
+      WHERE n.outcome <> 'parked' AND (n.outage_max_s IS NULL OR array_position(v_over, n.run_id) > 0) HAVING count(*) > 0;
     PERFORM park_attempts(array_agg(n.run_id), array_agg(n.attempt), array_agg(n.token), array_agg(n.waits))
        FROM unnest(v_ids, v_atts) AS i (run_id, attempt)
        JOIN runner_results n ON n.run_id = ANY (ARRAY[i.run_id]) AND n.attempt = i.attempt
       WHERE n.outcome = 'parked' HAVING count(*) > 0;
 
     -- Settled, or past it: the attempt is not live any more.
-    WITH over AS (
-        UPDATE runner_results n SET settled_at = clock()
-          FROM unnest(v_ids, v_atts) AS i (run_id, attempt)
-         WHERE n.run_id = ANY (ARRAY[i.run_id]) AND n.attempt = i.attempt AND n.settled_at IS NULL
-           AND EXISTS (SELECT 1 FROM attempts a
-                        WHERE a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt AND a.token = n.token)
-        RETURNING 1
-    )
-    SELECT count(*) INTO v_left FROM over;
-    RETURN QUERY SELECT v_left, cardinality(v_ids) - v_left;
+    -- (Asking for settled_at here would let the planner take the index of the unsettled ones.)
+    UPDATE runner_results n SET settled_at = coalesce(n.settled_at, clock())
+      FROM unnest(v_ids, v_atts) AS i (run_id, attempt)
+     CROSS JOIN LATERAL (
+            SELECT a.token FROM attempts a WHERE a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt OFFSET 0) ended
+     WHERE n.run_id = ANY (ARRAY[i.run_id]) AND n.attempt = i.attempt AND n.token = ended.token;
+    GET DIAGNOSTICS v_settled = ROW_COUNT;
+    RETURN QUERY SELECT v_settled, cardinality(v_ids) - v_settled;
 END
 $$;
 
@@ -263,8 +265,7 @@ BEGIN
     DELETE FROM runners n WHERE n.run_id = ANY (ARRAY[NEW.run_id]);
     UPDATE sandboxes s SET wanted_at = NEW.ended_at, due_at = NEW.ended_at
      WHERE s.run_id = ANY (ARRAY[NEW.run_id]) AND s.wanted_at IS NULL;
-    UPDATE billing_jobs b SET due_at = NEW.ended_at
-     WHERE b.run_id = ANY (ARRAY[NEW.run_id]) AND b.finalised_at IS NULL;
+    UPDATE billing_jobs b SET due_at = NEW.ended_at WHERE b.run_id = ANY (ARRAY[NEW.run_id]);
     RETURN NULL;
 END
 $$;
@@ -315,8 +316,9 @@ BEGIN
           FROM due d
           JOIN sandboxes s ON s.sandbox = ANY (ARRAY[d.sandbox])
          WHERE d.overdue_at <= v_now
-           AND NOT EXISTS (SELECT 1 FROM runner_results q WHERE q.run_id = ANY (ARRAY[d.run_id]) AND q.attempt = d.attempt)
-           AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[d.run_id]));
+           AND NOT EXISTS (SELECT 1 FROM runner_results q
+                            WHERE q.run_id = ANY (ARRAY[d.run_id]) AND q.attempt = d.attempt OFFSET 0)
+           AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[d.run_id]) OFFSET 0);
         GET DIAGNOSTICS v_seen = ROW_COUNT;
         v_full := v_full OR v_seen = p_limit;
     END LOOP;
@@ -381,8 +383,9 @@ BEGIN
       LEFT JOIN runners n ON n.run_id = ANY (ARRAY[i.run_id])
      WHERE i.run_id = ANY (v_ids)
        AND (i.verdict <> 'ceiling' OR n.ceiling_at <= v_now)
-       AND NOT EXISTS (SELECT 1 FROM runner_results q WHERE q.run_id = ANY (ARRAY[i.run_id]) AND q.attempt = i.attempt)
-       AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[i.run_id]));
+       AND NOT EXISTS (SELECT 1 FROM runner_results q
+                        WHERE q.run_id = ANY (ARRAY[i.run_id]) AND q.attempt = i.attempt OFFSET 0)
+       AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[i.run_id]) OFFSET 0);
 
     IF v_ids IS NOT NULL THEN
         PERFORM crash_attempts(array_agg(i.run_id), array_agg(i.verdict), array_agg(i.error), p_crash_cap, v_now)

@@ -254,8 +254,7 @@ BEGIN
     VALUES (v_now, p_sandbox || ':delete_confirmed', p_sandbox, 'delete_confirmed', v_row.routing_domain,
             jsonb_strip_nulls(jsonb_build_object('outcome', p_outcome, 'routing_domain', p_routing_domain)))
     ON CONFLICT DO NOTHING;
-    UPDATE billing_jobs b SET due_at = v_now
-     WHERE b.run_id = ANY (ARRAY[v_row.run_id]) AND b.finalised_at IS NULL;
+    UPDATE billing_jobs b SET due_at = v_now WHERE b.run_id = ANY (ARRAY[v_row.run_id]);
     RETURN 'completed';
 END
 $$;

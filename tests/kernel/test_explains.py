@@ -15,7 +15,7 @@ import asyncpg
 import attrs
 import pytest
 
-from tests.kernel.test_plans import CALLS, Batch, Call, analyse, grow, tiny_tables
+from tests.kernel.test_plans import CALLS, DETACHED, Batch, Call, analyse, grow, tiny_tables
 from tests.support.callers import Caller
 from tests.support.kernel import Kernel
 
@@ -141,7 +141,7 @@ async def test_hot_statements_are_seeks(dsn: str, schema: str) -> None:
             if statistics == "stale, grown":
                 await grow(kernel)
             await caller.execute("DISCARD PLANS")
-            for name, call in CALLS.items():
+            for name, call in {**CALLS, **DETACHED}.items():
                 if name not in _NOT_HOT:
                     of = attrs.evolve(judge, walked=_SMALL | _QUEUES.get(name, set()))
                     for scan in await scans_of(caller, kernel, of, call, batch):

@@ -21,6 +21,7 @@ from actors.schedules import firing
 from sql import (
     admission,
     array_input,
+    billing,
     children,
     circuits,
     claim,
@@ -35,6 +36,8 @@ from sql import (
     proof,
     rates,
     receipts,
+    runners,
+    sandboxes,
     schedules,
     settle,
     status,
@@ -60,11 +63,29 @@ _TABLES = [
     "receipts",
     "schedules", "fires",
     "rate_scopes", "rate_holds", "circuits",
+    "runners", "runner_results", "sandboxes", "billing_jobs", "compute_records",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
 # this one, running elsewhere, asleep, and waiting for their lane's next try.
 _GROW = """
+INSERT INTO @schema@.sandboxes (created_at, due_at, certain_at, attempt, custody_at, wanted_at, accepted_at,
+        confirmed_at, sandbox, provider, run_id)
+SELECT t, 'infinity', t, 1, t, t, t, t, 'box-' || n, 'local', 'old-' || lpad(n::text, 6, '0')
+  FROM generate_series(1, 50000) AS n, clock_timestamp() AS t;
+INSERT INTO @schema@.billing_jobs (created_at, due_at, finalised_at, run_id)
+SELECT t, t, t, 'old-' || lpad(n::text, 6, '0') FROM generate_series(1, 50000) AS n, clock_timestamp() AS t;
+INSERT INTO @schema@.runner_results (received_at, token, delay_s, attempt, settled_at, run_id, outcome, payload, waits,
+        overdue)
+SELECT t, 9, 0, 1, t, 'old-' || lpad(n::text, 6, '0'), 'completed', '{}', '[]', '{}'
+  FROM generate_series(1, 50000) AS n, clock_timestamp() AS t;
+INSERT INTO @schema@.compute_records (started_at, ended_at, recorded_at, attempt, record_id, run_id, kind, provider)
+SELECT t, t, t, 1, 'record-' || n, 'old-' || lpad(n::text, 6, '0'), 'sandbox', 'local'
+  FROM generate_series(1, 50000) AS n, clock_timestamp() AS t;
+INSERT INTO @schema@.runners (due_at, started_at, ceiling_at, token, heartbeat_timeout_s, attempt, run_id, provider,
+        sandbox)
+SELECT 'infinity', t, 'infinity', 9, 60, 1, 'old-' || lpad(n::text, 6, '0'), 'local', 'box-' || n
+  FROM generate_series(1, 20000) AS n, clock_timestamp() AS t;
 INSERT INTO @schema@.runs (run_id, play, bucket, created_at, lane_due_at, status, due_at, last_seq, acked_seq, attempt,
         attempt_at, started_at, finished_at, terminal_seq, lease_owner, lease_token, lease_expires_at, wait_kind,
         wait_key, wait_until, idempotency_key)
@@ -519,6 +540,46 @@ async def _backlog(kernel: Kernel, _: Batch) -> None:
 
 
 # What is judged here by its rows, and by its plans in test_explains.
+async def _detached(kernel: Kernel, batch: Batch) -> None:
+    """Of sandboxes: reserved, handed over, heard of, looked after, ended, deleted and billed."""
+    session = kernel.session
+    items = [
+        sandboxes.Reservation(item.run_id, item.attempt, item.token, f"sb-{item.run_id}", "local")
+        for item in batch.items
+    ]
+    for _ in range(2):
+        assert set(await sandboxes.reserve(session, items, due_s=0.0)) == {"reserved"}
+    await sandboxes.record_custody(session, [sandboxes.Custody(item.sandbox, "p") for item in items])
+    detachments = [
+        runners.Detachment(item.run_id, item.attempt, item.token, item.sandbox, 0.0, None) for item in items
+    ]
+    for _ in range(2):
+        assert set(await runners.detach(session, detachments)) == {"done"}
+    beats = [runners.Beat(item.run_id, item.attempt, item.token) for item in items]
+    assert set(await runners.beat(session, beats)) == {"ok"}
+    silent, _ = await runners.sweep(session, ["local"], limit=ITEMS, look_s=0.0)
+    assert len(silent) == ITEMS
+    assert await runners.read_attempt(session, items[0].run_id, items[0].attempt, items[0].token) is not None
+    verdicts = [runners.Verdict(one, "lost", "{}") for one in silent[:2]]
+    for _ in range(2):
+        assert set(await runners.judge(session, verdicts, crash_cap=0)) == {"done"}
+    gone = {one.run_id for one in silent[:2]}
+    results = [each for each in batch.settlements("completed", payload="{}") if each.run_id not in gone]
+    for _ in range(2):
+        assert {pushed.answer for pushed in await runners.push(session, results)} == {"settled"}
+    await runners.settle_results(session, limit=ITEMS)
+    await runners.next_due(session, ["local"])
+    due, _ = await sandboxes.claim_cleanup(session, ["local"], token=new_token(), limit=ITEMS, lease_s=30.0)
+    assert len(due) == ITEMS
+    for one in due:
+        await sandboxes.accept(session, one, outcome="deleted", routing_domain=None)
+        assert await sandboxes.confirm(session, one, outcome="deleted", routing_domain=None) == "completed"
+    billed = await billing.finalise(session, limit=ITEMS, grace_s=0.0, again_s=1.0)
+    assert (billed.finalised, billed.postponed) == (ITEMS - 2, 2)  # those that were lost go on
+
+
+# By itself: what it leaves dead in the indexes of runs would be read by the others.
+DETACHED: dict[str, Call] = {"detached": _detached}
 CALLS: dict[str, Call] = {
     "admit": _admit,
     "admit what exists": _admit_again,
@@ -600,17 +661,25 @@ async def grow(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("statistics", ["none", "stale", "stale, planned when tiny"])
 async def test_calls_read_what_they_need(dsn: str, schema: str, statistics: str) -> None:
+    await read_what_they_need(dsn, schema, statistics, CALLS)
+
+
+async def test_calls_of_sandboxes_read_what_they_need(dsn: str, schema: str) -> None:
+    await read_what_they_need(dsn, schema, "stale, planned when tiny", DETACHED)
+
+
+async def read_what_they_need(dsn: str, schema: str, statistics: str, calls: dict[str, Call]) -> None:
     async with tiny_tables(dsn, schema) as (kernel, caller, batch):
         if statistics != "none":
             await analyse(kernel)
-        tiny_calls = {name: call for name, call in CALLS.items() if name not in ("page", "backlog")}
+        tiny_calls = {name: call for name, call in calls.items() if name not in ("page", "backlog")}
         if "planned" in statistics:
             for call in tiny_calls.values():
                 for _ in range(CALLS_BEFORE):
                     await rows_read(caller, kernel, call, batch)
         await grow(kernel)
         greedy = []
-        for name, call in CALLS.items():
+        for name, call in calls.items():
             # Twice: what the calls before left dead in an index is cleared by the first that passes it.
             for _ in range(2 if "planned" in statistics else CALLS_BEFORE):
                 read = await rows_read(caller, kernel, call, batch)
