@@ -49,16 +49,16 @@ def lanes_verbs(ctx: click.Context, blocked: bool, limit: int, after: str | None
         return await journal.list_lanes(session, blocked=blocked, limit=limit, after=place)
 
     found = _client.ask(settings.config(), body)
-    following = _place_of(found[-1]) if len(found) == limit else None
-    if settings.as_json:
-        show.print_json({"lanes": [show.lane_json(lane) for lane in found], "next": following})
-        return
-    if not found:
-        click.echo("no lane is blocked" if blocked else "everything is delivered", err=True)
-        return
-    show.show_lanes(found)
-    if following is not None:
-        click.echo(f"there may be more: --after {following}", err=True)
+    show.show_page(
+        "lanes",
+        found,
+        show.show_lanes,
+        as_json=settings.as_json,
+        record=show.lane_json,
+        empty="no lane is blocked" if blocked else "everything is delivered",
+        limit=limit,
+        place=_place_of,
+    )
 
 
 def _place_of(lane: LaneStatus) -> str:
@@ -162,13 +162,14 @@ def journal_verb(run_id: str | None, limit: int, before: int | None) -> None:
         return await journal.read_journal(session, run_id=run_id, limit=limit, before=before)
 
     found = _client.ask(settings.config(), body)
-    following = found[-1].id if len(found) == limit else None
-    if settings.as_json:
-        show.print_json({"journal": [show.journal_json(entry) for entry in found], "next": following})
-        return
-    if not found:
-        click.echo("nobody did anything", err=True)
-        return
-    show.show_journal(found)
-    if following is not None:
-        click.echo(f"there may be more: --before {following}", err=True)
+    show.show_page(
+        "journal",
+        found,
+        show.show_journal,
+        as_json=settings.as_json,
+        record=show.journal_json,
+        empty="nobody did anything",
+        limit=limit,
+        place=lambda entry: entry.id,
+        option="--before",
+    )

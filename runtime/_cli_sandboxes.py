@@ -54,17 +54,16 @@ def sandboxes_verbs(
         return await door.read(session, run_id=run_id, only_open=only_open, limit=limit, after=after)
 
     found = _client.ask(settings.config(), body)
-    following = found[-1].sandbox if len(found) == limit else None
-    if settings.as_json:
-        listed = [{**attrs.asdict(one), "state": one.state} for one in found]
-        show.print_json({"sandboxes": listed, "next": following})
-        return
-    if not found:
-        click.echo("no sandbox is open" if only_open else "no sandboxes", err=True)
-        return
-    show.show_sandboxes(found)
-    if following is not None:
-        click.echo(f"there may be more: --after {following}", err=True)
+    show.show_page(
+        "sandboxes",
+        found,
+        show.show_sandboxes,
+        as_json=settings.as_json,
+        record=lambda one: {**attrs.asdict(one), "state": one.state},
+        empty="no sandbox is open" if only_open else "no sandboxes",
+        limit=limit,
+        place=lambda one: one.sandbox,
+    )
 
 
 @sandboxes_verbs.command("retry")
@@ -121,12 +120,15 @@ def compute_verb(limit: int, after: str | None) -> None:
         for one in found:
             show.print_json({**attrs.asdict(one), "seconds": one.seconds, "after": _place_of(one)})
         return
-    if not found:
-        click.echo("no compute records", err=True)
-        return
-    show.show_compute(found)
-    if len(found) == limit:
-        click.echo(f"there may be more: --after {_place_of(found[-1])}", err=True)
+    show.show_page(
+        "compute",
+        found,
+        show.show_compute,
+        as_json=False,
+        empty="no compute records",
+        limit=limit,
+        place=_place_of,
+    )
 
 
 def _place_of(record: ComputeRecord) -> str:

@@ -58,12 +58,7 @@ def list_verb() -> None:
 def _list() -> None:
     settings = settings_of_command()
     found = _client.ask(settings.config(), schedules.read)
-    if settings.as_json:
-        show.print_json({"schedules": [attrs.asdict(one) for one in found]})
-    elif found:
-        show.show_schedules(found)
-    else:
-        click.echo("no schedules", err=True)
+    show.show_list("schedules", found, show.show_schedules, as_json=settings.as_json, empty="no schedules")
 
 
 @schedules_group.command("show")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +26,8 @@ from sql.sandboxes import SandboxRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
 from sql.types import Fact, JournalEntry, LaneStatus, RunDetails, RunStatus
+
+T = TypeVar("T", bound=attrs.AttrsInstance)
 
 _STYLES = {
     "completed": "green",
@@ -50,6 +53,50 @@ def console(*, stderr: bool = False) -> Console:
 def print_json(value: Any) -> None:
     """One line of JSON on stdout; times are ISO 8601."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, default=_plain) + "\n")
+
+
+def show_list(
+    name: str,
+    found: Sequence[T],
+    table: Callable[[Sequence[T]], None],
+    *,
+    as_json: bool,
+    empty: str,
+) -> None:
+    """Everything there is of a kind: as JSON below ``name``, as a table, or in words that there is nothing."""
+    if as_json:
+        print_json({name: [attrs.asdict(one) for one in found]})
+    else:
+        _show_table(found, table, empty)
+
+
+def show_page(
+    name: str,
+    found: Sequence[T],
+    table: Callable[[Sequence[T]], None],
+    *,
+    as_json: bool,
+    record: Callable[[T], Mapping[str, Any]] = lambda one: attrs.asdict(one),
+    empty: str,
+    limit: int,
+    place: Callable[[T], Any],
+    option: str = "--after",
+) -> None:
+    """The same for a page of at most ``limit``: ``place`` of its last one is what ``option`` takes to go on."""
+    following = place(found[-1]) if len(found) == limit else None
+    if as_json:
+        print_json({name: [record(one) for one in found], "next": following})
+        return
+    _show_table(found, table, empty)
+    if following is not None:
+        click.echo(f"there may be more: {option} {following}", err=True)
+
+
+def _show_table(found: Sequence[T], table: Callable[[Sequence[T]], None], empty: str) -> None:
+    if found:
+        table(found)
+    else:
+        click.echo(empty, err=True)
 
 
 def _plain(value: Any) -> Any:

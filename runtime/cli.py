@@ -13,7 +13,6 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-import attrs
 import click
 import trio
 
@@ -420,16 +419,19 @@ def steps_verb(run_id: str, limit: int, after: str | None, outputs: bool) -> Non
         return found
 
     found = _client.ask(settings.config(), body)
-    following = found[-1].key if len(found) == limit else None
     if settings.as_json:
+        following = found[-1].key if len(found) == limit else None
         show.print_json({"steps": [show.step_json(step, outputs) for step in found], "next": following})
         return
-    if not found:
-        click.echo("no steps", err=True)
-        return
-    show.show_steps(found, outputs=outputs)
-    if following is not None:
-        click.echo(f"there may be more: --after {following!r}", err=True)
+    show.show_page(
+        "steps",
+        found,
+        partial(show.show_steps, outputs=outputs),
+        as_json=False,
+        empty="no steps",
+        limit=limit,
+        place=lambda step: repr(step.key),
+    )
 
 
 # --- cancel ------------------------------------------------------------------------------------------
@@ -576,16 +578,16 @@ def runs_verb(
         )
 
     found = _client.ask(settings.config(), body)
-    following = found[-1].run_id if len(found) == limit else None
-    if settings.as_json:
-        show.print_json({"runs": [show.run_json(run) for run in found], "next": following})
-        return
-    if not found:
-        click.echo("no runs", err=True)
-        return
-    show.show_runs(found)
-    if following is not None:
-        click.echo(f"there may be more: --after {following}", err=True)
+    show.show_page(
+        "runs",
+        found,
+        show.show_runs,
+        as_json=settings.as_json,
+        record=show.run_json,
+        empty="no runs",
+        limit=limit,
+        place=lambda run: run.run_id,
+    )
 
 
 cli.add_command(schedules_group)
@@ -610,12 +612,7 @@ def rates_verb() -> None:
     """
     settings = settings_of_command()
     found = _client.ask(settings.config(), rates.read)
-    if settings.as_json:
-        show.print_json({"rates": [attrs.asdict(one) for one in found]})
-    elif found:
-        show.show_rates(found)
-    else:
-        click.echo("no rate scopes", err=True)
+    show.show_list("rates", found, show.show_rates, as_json=settings.as_json, empty="no rate scopes")
 
 
 @cli.command("set-rate")
@@ -663,12 +660,7 @@ def limits_verb() -> None:
     """
     settings = settings_of_command()
     found = _client.ask(settings.config(), limits.read_all)
-    if settings.as_json:
-        show.print_json({"limits": [attrs.asdict(one) for one in found]})
-    elif found:
-        show.show_limits(found)
-    else:
-        click.echo("no limits", err=True)
+    show.show_list("limits", found, show.show_limits, as_json=settings.as_json, empty="no limits")
 
 
 @cli.command("set-limit")
@@ -731,12 +723,7 @@ def circuits_verb(name: str | None) -> None:
         return await circuits.read(session)
 
     found = _client.ask(settings.config(), body)
-    if settings.as_json:
-        show.print_json({"circuits": [attrs.asdict(one) for one in found]})
-    elif found:
-        show.show_circuits(found)
-    else:
-        click.echo("no circuits", err=True)
+    show.show_list("circuits", found, show.show_circuits, as_json=settings.as_json, empty="no circuits")
 
 
 # --- lanes -------------------------------------------------------------------------------------------

@@ -187,6 +187,20 @@ AS $$
              ORDER BY s.due_at LIMIT 1) h
 $$;
 
+-- An event of a sandbox, once. The column has the routing domain that the obligation was filed under, the details the one
+-- that was observed.
+CREATE OR REPLACE FUNCTION @schema@.tell_sandbox_event(
+    p_row @schema@.sandboxes, p_type text, p_outcome text, p_observed text, p_now timestamptz
+) RETURNS void
+LANGUAGE sql
+@seek@
+AS $$
+    INSERT INTO sandbox_events (happened_at, event_id, sandbox, type, routing_domain, details)
+    VALUES (p_now, p_row.sandbox || ':' || p_type, p_row.sandbox, p_type, p_row.routing_domain,
+            jsonb_strip_nulls(jsonb_build_object('outcome', p_outcome, 'routing_domain', p_observed)))
+    ON CONFLICT DO NOTHING
+$$;
+
 -- The provider took a deletion (p_outcome: deleted | already_absent): from here the sandbox costs nothing and takes up
 -- no room. The first moment stands. answer: accepted (also when asked again) | lease_lost | missing_obligation | busy.
 CREATE OR REPLACE FUNCTION @schema@.accept_deletion(
@@ -211,10 +225,7 @@ BEGIN
     END IF;
     v_now := clock();
     UPDATE sandboxes s SET accepted_at = v_now WHERE s.sandbox = ANY (ARRAY[p_sandbox]);
-    INSERT INTO sandbox_events (happened_at, event_id, sandbox, type, routing_domain, details)
-    VALUES (v_now, p_sandbox || ':delete_accepted', p_sandbox, 'delete_accepted', v_row.routing_domain,
-            jsonb_strip_nulls(jsonb_build_object('outcome', p_outcome, 'routing_domain', p_routing_domain)))
-    ON CONFLICT DO NOTHING;
+    PERFORM tell_sandbox_event(v_row, 'delete_accepted', p_outcome, p_routing_domain, v_now);
     RETURN 'accepted';
 END
 $$;
@@ -250,10 +261,7 @@ BEGIN
            lease_expires_at = NULL, last_error = NULL,
            routing_domain = coalesce(s.routing_domain, nullif(p_routing_domain, ''))
      WHERE s.sandbox = ANY (ARRAY[p_sandbox]);
-    INSERT INTO sandbox_events (happened_at, event_id, sandbox, type, routing_domain, details)
-    VALUES (v_now, p_sandbox || ':delete_confirmed', p_sandbox, 'delete_confirmed', v_row.routing_domain,
-            jsonb_strip_nulls(jsonb_build_object('outcome', p_outcome, 'routing_domain', p_routing_domain)))
-    ON CONFLICT DO NOTHING;
+    PERFORM tell_sandbox_event(v_row, 'delete_confirmed', p_outcome, p_routing_domain, v_now);
     UPDATE billing_jobs b SET due_at = v_now WHERE b.run_id = ANY (ARRAY[v_row.run_id]);
     RETURN 'completed';
 END
