@@ -146,3 +146,13 @@ def test_a_folder_that_shadows_ours_is_named_in_one_line(tmp_path: Path, name: s
     assert last.startswith("ImportError: ")
     assert f"{name!r}" in last
     assert str(tmp_path / name) in last
+
+
+def test_a_wheel_has_every_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for layer in (*LAYERS, "bench")
+        for file in (ROOT / layer).rglob("__init__.py")
+    }
+    assert set(listed) == there

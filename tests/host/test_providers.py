@@ -1,0 +1,173 @@
+"""What every provider of sandboxes keeps, whatever is behind it (H-2, I-6, I-22 to I-26)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from runtime.sandboxes import Inspection, SandboxRef, SandboxSpec
+from runtime.sandboxes.base import SandboxFault
+from tests.support.hosts import eventually
+from tests.support.sites import SITES, Site
+
+REF = SandboxRef("rl01234567-run.1.0a1b2c3d")
+WITHIN_S = 20.0
+SLEEPS = "import time; time.sleep(60)"
+
+
+def spec(program: str, sandbox: str = REF.sandbox, **more: Any) -> SandboxSpec:
+    command = ("python", "-c", program)
+    return SandboxSpec(
+        **{"sandbox": sandbox, "run_id": "run", "attempt": 1, "command": command, "env": {}, **more}
+    )
+
+
+@pytest.fixture(params=sorted(SITES))
+async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
+    async with SITES[request.param](tmp_path) as made:
+        yield made
+
+
+async def ended(site: Site, ref: SandboxRef = REF) -> Inspection:
+    """What is said of a sandbox once its command is over."""
+
+    async def over() -> Inspection | None:
+        found = await site.provider.inspect(ref)
+        return None if found.state == "running" else found
+
+    found: Inspection = await eventually(over, within_s=WITHIN_S, every_s=0.05)
+    return found
+
+
+async def gone(site: Site, ref: SandboxRef = REF) -> None:
+    """Wait until the provider says that there is none."""
+
+    async def absent() -> bool:
+        return (await site.provider.inspect(ref)).state == "absent"
+
+    await eventually(absent, within_s=WITHIN_S, every_s=0.05)
+
+
+async def test_a_sandbox_from_its_making_to_its_end(site: Site) -> None:
+    provider = site.provider
+    assert (await provider.inspect(REF)).state == "absent"
+    assert await provider.delete(REF) == "already_absent"
+    made = await provider.create(spec(SLEEPS))
+    assert made.provider_id
+    # Asked again, it answers the one there is.
+    assert await provider.create(spec(SLEEPS)) == made
+    # Found by its name alone, as after a host that died before it could write the id down.
+    assert (await provider.inspect(REF)).state == "running"
+    known = SandboxRef(REF.sandbox, made.provider_id, made.routing_domain)
+    found = await provider.inspect(known)
+    assert (found.state, found.routing_domain) == ("running", made.routing_domain)
+    assert await provider.names() == [REF.sandbox]
+    # Accepted is one thing, gone another.
+    assert await provider.delete(known) == "deleted"
+    await gone(site, known)
+    assert await provider.delete(known) == "already_absent"
+    assert await provider.delete(REF) == "already_absent"
+    assert await provider.names() == []
+
+
+async def test_deleted_by_its_name_alone(site: Site) -> None:
+    await site.provider.create(spec(SLEEPS))
+    assert await site.provider.delete(REF) == "deleted"
+    await gone(site)
+
+
+async def test_how_a_command_ended_is_told(site: Site) -> None:
+    program = "import os; print(os.environ['SAID'] * 3_000, 'the end', flush=True); os._exit(3)"
+    made = await site.provider.create(spec(program, env={"SAID": "words "}))
+    known = SandboxRef(REF.sandbox, made.provider_id, made.routing_domain)
+    found = await ended(site, known)
+    assert found.diagnostics["exit_code"] == 3
+    assert found.diagnostics["output_tail"].rstrip().endswith("words  the end")
+    assert len(found.diagnostics["output_tail"]) <= 4_096
+    await site.provider.delete(known)
+    await gone(site, known)
+
+
+async def test_every_name_that_a_run_may_have_is_found_again(site: Site) -> None:
+    names = {f"rl01234567-{'a:_b.' * 25}run.{attempt}.0a1b2c3d" for attempt in (1, 2)}
+    for name in names:
+        await site.provider.create(spec(SLEEPS, name))
+    assert set(await site.provider.names()) == names
+    for name in names:
+        assert (await site.provider.inspect(SandboxRef(name))).state == "running"
+        assert await site.provider.delete(SandboxRef(name)) == "deleted"
+        await gone(site, SandboxRef(name))
+
+
+async def test_a_making_that_is_cut_short_leaves_nothing_that_its_deletion_does_not_find(site: Site) -> None:
+    for after_s in (0.0, 0.003, 0.03, 0.3):
+        with trio.move_on_after(after_s):
+            await site.provider.create(spec(SLEEPS))
+
+        async def away() -> bool:
+            await site.provider.delete(REF)
+            return (await site.provider.inspect(REF)).state == "absent"
+
+        # What was in the making may come into being behind the first deletion's back, but not for ever.
+        for _ in range(3):
+            await eventually(away, within_s=WITHIN_S, every_s=0.05)
+            await trio.sleep(0.05)
+    assert await site.provider.names() == []
+
+
+async def test_one_that_hangs_is_given_up_and_holds_up_nobody_else(site: Site) -> None:
+    if site.hang is None:
+        pytest.skip("there is no service that could hang")
+    await site.provider.create(spec(SLEEPS))
+    site.hang(True)
+    faults: list[Exception] = []
+
+    async def ask() -> None:
+        with pytest.raises(SandboxFault, match="no answer") as caught:
+            await site.provider.inspect(REF)
+        faults.append(caught.value)
+
+    with trio.fail_after(site.call_s * 4 + 5):
+        async with trio.open_nursery() as nursery:
+            for _ in range(60):  # more than there are threads by default
+                nursery.start_soon(ask)
+            await trio.sleep(0.05)
+            with trio.fail_after(1.0):
+                await trio.to_thread.run_sync(lambda: None)
+    assert len(faults) == 60
+    site.hang(False)
+
+    async def answers() -> bool:
+        try:
+            return (await site.provider.inspect(REF)).state == "running"
+        except SandboxFault:
+            return False
+
+    await eventually(answers, within_s=WITHIN_S)
+    assert await site.provider.delete(REF) == "deleted"
+    await gone(site)
+
+
+async def test_an_error_is_no_answer(site: Site) -> None:
+    if site.fail is None:
+        pytest.skip("there is no service that could fail")
+    provider = site.provider
+    made = await provider.create(spec(SLEEPS))
+    known = SandboxRef(REF.sandbox, made.provider_id, made.routing_domain)
+    site.fail(True)
+    for ref in (REF, known):
+        with pytest.raises(SandboxFault, match=provider.key):
+            await provider.inspect(ref)
+        with pytest.raises(SandboxFault, match=provider.key):
+            await provider.delete(ref)
+    with pytest.raises(SandboxFault, match=provider.key):
+        await provider.names()
+    with pytest.raises(SandboxFault, match=provider.key):
+        await provider.create(spec(SLEEPS, "rl01234567-other"))
+    site.fail(False)
+    assert await provider.delete(known) == "deleted"
+    await gone(site, known)
