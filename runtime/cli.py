@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+import attrs
 import click
 import trio
 
@@ -36,6 +37,7 @@ from runtime._cli_receive import receive
 from runtime._cli_sandboxes import compute_verb, sandboxes_verbs
 from runtime._cli_schedules import schedules_group
 from runtime.api import Runtime
+from runtime.client import SyncClient
 from runtime.codec import JsonCodec
 from runtime.config import LOG_LEVELS, RuntimeConfig
 from runtime.demo import run_demo
@@ -475,6 +477,39 @@ def cancel_verb(run_id: str, reason: str | None) -> None:
         click.echo("was cancelled before" if answer == "cancelled_before" else words[answer])
     if stands in ("completed", "failed"):
         raise Refusal(f"run {run_id} had already {stands}", FAILED)
+
+
+# --- fail --------------------------------------------------------------------------------------------
+
+
+@cli.command("fail")
+@json_option
+@database_options
+@click.argument("run_id", metavar="RUN")
+@click.option("--reason", required=True, help="The failure's message.")
+def fail_verb(run_id: str, reason: str) -> None:
+    """End a run that waits as failed, without waking it.
+
+    For a run that sleeps, or waits for an event, an approval or a child that will not come. It fails only if it still
+    waits as it does now, and nobody has asked to cancel it. Exits 1 when it does not wait, or has gone on meanwhile
+    (look at it again), 5 when there is no such run. What runs, or is queued, can be cancelled.
+
+    \b
+    Examples:
+      runlane fail nightly-42 --reason "the approver has left"
+      runlane fail 0199b7a4-7d5c-7c1e-9d3a-6f0c1f1c2d3e --reason "the file was lost" --json
+    """
+    settings = settings_of_command()
+    with _client.reachable(settings.config()) as found, SyncClient.open(found) as client:
+        outcome = client.fail(run_id, reason, by="command line")
+    if settings.as_json:
+        show.print_json({"run_id": run_id, **attrs.asdict(outcome)})
+    elif outcome.won:
+        click.echo("failed")
+    if outcome.outcome == "not_applicable":
+        raise Refusal(f"run {run_id} does not wait: it is {outcome.status}", FAILED)
+    if not outcome.won:
+        raise Refusal(f"run {run_id} no longer waits as it did, or is about to be cancelled", FAILED)
 
 
 # --- event -------------------------------------------------------------------------------------------

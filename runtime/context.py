@@ -291,16 +291,26 @@ class Context:
     ) -> Any:
         """Start a child, wait for its end and return its output: ``start_run`` and then ``child.result()``.
 
+        To wait for no longer than some time, take those two: ``child.result(timeout=…)``.
+
         Raises what both raise: RunFailed or RunCancelled, with the child's id, when it ended so.
         """
         child = await self.start_run(play, input, key=key, **options)
         return await child.result()
 
-    async def result_of(self, child: Child) -> Any:
+    async def result_of(self, child: Child, timeout: float | None, key: str | None) -> Any:  # noqa: ASYNC109
         """As ``child.result()``."""
+        if timeout is None and key is not None:
+            raise InputRefused(
+                "key", "is of a wait with a timeout; without one, the child's own key is enough"
+            )
+        delay_s = None if timeout is None else _checked_seconds("timeout", timeout)
         self._check_live()
-        state = await self._wait(child.wait)
-        ended = json.loads(await self._payload(child.wait, state, f"run {child.run_id}"))
+        wait = child.wait
+        if delay_s is not None:  # a wait of its own: giving it up leaves the child's own as it was
+            wait = Wait(self._wait_key(key), "child", child.run_id, delay_s)
+        state = await self._wait(wait)
+        ended = json.loads(await self._payload(wait, state, f"run {child.run_id}"))
         return output_of(Terminal(child.run_id, ended["status"], ended["payload"]), self._codec, child.play)
 
     def _event_wait(self, kind: str, name: Any, timeout: Any, key: Any) -> Wait:
@@ -502,13 +512,19 @@ class Child:
     def __repr__(self) -> str:
         return f"<Child run={self.run_id}>"
 
-    async def result(self) -> Any:
+    async def result(self, timeout: float | None = None, *, key: str | None = None) -> Any:  # noqa: ASYNC109
         """The child's output, once it has ended: a durable wait, which parks this run when it is long.
 
         Of the output class of the play's annotation, where it was started as a play and not by name. Raises RunFailed
-        or RunCancelled, with the child's id, when it ended so.
+        or RunCancelled, with the child's id, when it ended so. Asked again, it says the same again.
+
+        Without ``timeout`` it waits for as long as the child takes, however often the child is retried; the child's
+        ``ceiling_s``, ``timeout_s`` and ``retries`` bound that, or a cancellation of either. With one it raises
+        WaitTimedOut when the child has not ended that many seconds (up to 10 years) after the run first came here,
+        then and whenever the run comes here again; the child goes on, and may be waited for again. Such a wait is one
+        more of this run's: inside nested nurseries give it a ``key``.
         """
-        return await self._context.result_of(self)
+        return await self._context.result_of(self, timeout, key)
 
 
 class SyncChild:
@@ -522,9 +538,9 @@ class SyncChild:
     def __repr__(self) -> str:
         return repr(self._child)
 
-    def result(self) -> Any:
+    def result(self, timeout: float | None = None, *, key: str | None = None) -> Any:
         """As ``Child.result``; blocks the thread."""
-        return self._ask(self._child.result)
+        return self._ask(partial(self._child.result, timeout, key=key))
 
 
 class Unwind(BaseException):

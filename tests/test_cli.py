@@ -41,6 +41,8 @@ VERBS = (
     "status",
     "steps",
     "cancel",
+    "fail",
+    "event",
     "runs",
     "schedules",
     "rates",
@@ -218,13 +220,23 @@ def test_a_dsn_with_a_password_is_not_shown(bare: Command) -> None:
 def test_an_unreachable_server_is_one_line(bare: Command) -> None:
     port = _closed_port()
     words = f"cannot connect to 127.0.0.1:{port}: connection refused"
-    for arguments in (["runs"], ["status", NO_RUN], ["submit", "echo"], ["cancel", NO_RUN], ["migrate"]):
+    for arguments in (
+        ["runs"],
+        ["status", NO_RUN],
+        ["submit", "echo"],
+        ["cancel", NO_RUN],
+        ["fail", NO_RUN, "--reason", "x"],
+        ["migrate"],
+    ):
         bare(*arguments, "--dsn", f"postgresql://postgres@127.0.0.1:{port}/postgres").refused(6, words)
     several = f"postgresql://postgres@localhost:{port}/postgres"
     bare("runs", "--dsn", several).refused(6, f"cannot connect to localhost:{port}: connection refused")
 
 
-@pytest.mark.parametrize("arguments", [["runs"], ["status", NO_RUN], ["submit", "echo"], ["cancel", NO_RUN]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["runs"], ["status", NO_RUN], ["submit", "echo"], ["cancel", NO_RUN], ["fail", NO_RUN, "--reason", "x"]],
+)
 def test_a_missing_schema_says_what_to_do(bare: Command, dsn: str, schema: str, arguments: list[str]) -> None:
     bare(*arguments, "--dsn", dsn, "--schema", schema).refused(6, schema, "migrate")
 
@@ -532,6 +544,37 @@ def test_cancel(runlane: Command) -> None:
     assert shown["status"] == "cancelled"
     assert shown["facts"][-1]["payload"]["reason"] == "enough"
     runlane("cancel", NO_RUN).refused(5, NO_RUN)
+
+
+def test_fail(runlane: Command, dsn: str, schema: str) -> None:
+    """D-27 to D-31 from the command line: what waits fails, once, and nothing else does."""
+    runlane("submit", "echo", "--run-id", "f")
+    runlane("fail", "f", "--reason", "why").refused(1, "does not wait", "queued")
+    wait = "status = 'waiting', wait_kind = 'event', wait_key = 'go', wait_seq = 1, due_at = 'infinity'"
+    ask(dsn, f"UPDATE {schema}.runs SET {wait} WHERE run_id = 'f'")
+    runlane("fail", "f", "--reason", "").refused(2, "reason")
+    runlane("fail", "f", "--reason", "x" * 2_001).refused(2, "reason")
+    assert runlane("fail", "f").code == 2
+    told = runlane("fail", "f", "--reason", "nobody answers", "--json")
+    assert (told.code, told.json) == (
+        0,
+        {"run_id": "f", "won": True, "outcome": "failed", "status": "failed"},
+    )
+    end = runlane("status", "f", "--json").json["facts"][-1]["payload"]
+    assert (end["error"]["message"], end["by"]) == ("nobody answers", "command line")
+    again = runlane("fail", "f", "--reason", "again", "--json")
+    assert (again.code, again.json["won"], again.json["outcome"]) == (1, False, "not_applicable")
+    runlane("fail", NO_RUN, "--reason", "why").refused(5, NO_RUN)
+    runlane("fail", "no good", "--reason", "why").refused(2, "run_id")
+
+    runlane("submit", "echo", "--run-id", "m")
+    ask(
+        dsn,
+        f"UPDATE {schema}.runs SET {wait} WHERE run_id = 'm'",
+        f"INSERT INTO {schema}.cancellations VALUES (now(), 'm', 'r')",
+    )
+    runlane("fail", "m", "--reason", "why").refused(1, "about to be cancelled")
+    assert runlane("status", "m", "--json").json["status"] == "waiting"
 
 
 def test_event(runlane: Command) -> None:

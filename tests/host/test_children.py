@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from runtime import (
     Runtime,
     SyncContext,
     UnknownPlay,
+    WaitTimedOut,
     play,
 )
 from tests.support.hosts import Hosts, eventually, until
@@ -242,11 +244,77 @@ async def test_a_child_outlives_a_parent_that_only_ends(hosts: Hosts) -> None:
         assert await rt.handle(child).result(timeout=10) == 0.4
 
 
+async def test_a_parent_waits_for_a_child_only_so_long(hosts: Hosts) -> None:
+    """Giving up is durable and ends neither the child nor the next wait for it, in memory and parked."""
+
+    @play("parent", retries=1, backoff_s=0.01)
+    async def parent(ctx: Context, seconds: float) -> list[Any]:
+        child = await ctx.start_run(until_told, key="a")
+        said: list[Any] = []
+        for _ in range(2):
+            with pytest.raises(WaitTimedOut, match=child.run_id):
+                await child.result(timeout=seconds)
+            said.append("timed out")
+        if ctx.failures == 0:
+            raise ValueError("again")
+        ctx.log("said", child=child.run_id)
+        await ctx.wait_event("go on")
+        return [*said, await child.result(timeout=3600), await child.result(), ctx.failures]
+
+    @play("until-told")
+    async def until_told(ctx: Context) -> Any:
+        return await ctx.wait_event("told")
+
+    async with hosts.open(parent, until_told, park_after_s=0.1) as rt:
+        for seconds in (0.0, 0.05, 0.3):
+            handle = await rt.submit(parent, seconds)
+            (child,) = await eventually(partial(family, hosts, handle.run_id))
+            await rt.send_event(handle.run_id, "go on")
+            await eventually(partial(named, hosts, handle.run_id, "go on"))
+            await rt.send_event(child, "told", "done")
+            assert await handle.result(timeout=20) == ["timed out", "timed out", "done", "done", 1]
+            await hosts.check([handle.run_id, child])
+
+
+async def named(hosts: Hosts, run_id: str, event: str) -> bool:
+    """Whether a run's wait has taken that event."""
+    rows = await hosts.ask(
+        f"SELECT wait_key FROM @.events WHERE run_id = '{run_id}' AND name = '{event}' AND wait_key IS NOT NULL"
+    )
+    return bool(rows)
+
+
+async def test_bad_limits_of_a_wait_for_a_child_are_refused_by_name(hosts: Hosts) -> None:
+    @play("parent")
+    async def parent(ctx: Context) -> list[str]:
+        child = await ctx.start_run(double, 1)
+        said = []
+        for timeout, key in (
+            (-1, None),
+            (float("nan"), None),
+            ("1", None),
+            (None, "k"),
+            (1, "#1"),
+            (1e12, None),
+        ):
+            with pytest.raises(InputRefused) as caught:
+                await child.result(timeout, key=key)  # type: ignore[arg-type]
+            said.append(caught.value.field)
+        assert await child.result(5, key="k") == 2
+        return said
+
+    async with hosts.open(parent, double) as rt:
+        said = await (await rt.submit(parent)).result(timeout=10)
+        assert said == ["timeout", "timeout", "timeout", "key", "key", "timeout"]
+
+
 async def test_a_thread_starts_children(hosts: Hosts) -> None:
     @play("parent")
     def parent(ctx: SyncContext) -> list[Any]:
         child = ctx.start_run(slow, 0.4)
-        return [ctx.call(double, 4), child.result(), ctx.attempt]
+        with pytest.raises(WaitTimedOut):
+            child.result(timeout=0)
+        return [ctx.call(double, 4), child.result(timeout=30), ctx.attempt]
 
     async with hosts.open(parent, slow, double) as rt:
         output = await (await rt.submit(parent)).result(timeout=10)
