@@ -282,7 +282,10 @@ class HttpLedger:
         reason = f"{self.receiver}: {result.get('reason') or outcome}"
         if outcome == wire.REJECTED:
             return LedgerRejected(reason)
-        if outcome in (wire.GAP, wire.NOT_CURRENT):
+        if outcome == wire.GAP:
+            # It had acknowledged what it misses now: no waiting brings that back.
+            return LedgerRejected(f"{reason}; it has lost facts that it had acknowledged")
+        if outcome == wire.NOT_CURRENT:
             return LedgerNotCurrent(reason)
         if outcome == wire.UNAUTHORIZED:
             return _Unauthorized(reason=reason)

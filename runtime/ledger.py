@@ -42,7 +42,7 @@ class LedgerRejected(RunlaneError):
 
 
 class LedgerNotCurrent(RunlaneError):
-    """It is not this delivery's turn: the sender does not hold the lane any more, or earlier facts are missing.
+    """It is not this delivery's turn: the sender does not hold the lane any more.
 
     Nothing was applied. The turn ends at once, and is not counted as a failed one.
     """

@@ -39,8 +39,9 @@ UNAUTHORIZED = "unauthorized"
 RETRY = "retry"
 
 OUTCOMES = frozenset({APPLIED, DUPLICATE, REJECTED, GAP, NOT_CURRENT, UNAUTHORIZED, RETRY})
-"""What can become of a delivery. ``applied`` and ``duplicate``: the ledger has it. ``gap`` and ``not_current``: it is
-not this delivery's turn, nothing was changed. ``unauthorized``: the token does not allow it. ``retry``: not now."""
+"""What can become of a delivery. ``applied`` and ``duplicate``: the ledger has it. ``rejected``: it never will.
+``gap``: facts before it are missing. ``not_current``: it is not its sender's turn. ``unauthorized``: the token does not
+allow it. ``retry``: not now. Only ``applied`` changes anything."""
 
 STATUSES = {
     APPLIED: 200,

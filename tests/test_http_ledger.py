@@ -235,7 +235,7 @@ async def test_a_request_never_exceeds_what_the_receiver_takes() -> None:
         (Answer(200, b"ok"), None, ""),
         (Answer(409, {"outcome": "duplicate"}), None, ""),
         (Answer(409, {"outcome": "rejected", "reason": "other digest"}), LedgerRejected, "other digest"),
-        (Answer(409, {"outcome": "gap", "reason": "2 is next"}), LedgerNotCurrent, "2 is next"),
+        (Answer(409, {"outcome": "gap", "reason": "2 is next"}), LedgerRejected, "2 is next; it has lost facts"),
         (Answer(409, b""), LedgerRejected, "answered 409"),
         (Answer(412, results({"outcome": "not_current", "reason": "lease"})), LedgerNotCurrent, "lease"),
         (Answer(412), LedgerNotCurrent, "answered 412"),
@@ -324,7 +324,7 @@ async def test_each_delivery_of_a_request_has_its_own_outcome() -> None:
         assert [type(one) for one in outcomes] == [
             type(None),
             LedgerRejected,
-            LedgerNotCurrent,
+            LedgerRejected,
             type(None),
             LedgerRetry,
         ]
