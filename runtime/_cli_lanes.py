@@ -5,7 +5,7 @@ Owns the verbs and their options. What they may do, and what is refused, is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import click
 
@@ -31,9 +31,9 @@ def lanes_verbs(ctx: click.Context, blocked: bool, limit: int, after: str | None
     """List lanes that have facts to deliver, the blocked ones first.
 
     A lane is the ordered stream of one run's facts to its ledger. It is blocked when the ledger has rejected a
-    delivery, or has failed too often; then only `lanes retry` or `lanes skip` moves it. "facts" are those that the
-    ledger does not have; what is "out" is or was being delivered, and comes again as it was. With --json the answer has
-    "next": the value for --after that gives the following page, or null.
+    delivery, or has failed too often; then only `lanes retry`, `skip` or `redeliver` moves it. "facts" are those that
+    the ledger does not have; what is "out" is or was being delivered, and comes again as it was. With --json the answer
+    has "next": the value for --after that gives the following page, or null.
 
     \b
     Examples:
@@ -105,14 +105,43 @@ def retry_verb(run_id: str, because: str | None, by: str) -> None:
         click.echo("retried")
 
 
+def _facts_options(command: Callable[..., None]) -> Callable[..., None]:
+    """RUN, SEQ and what a verb on facts of a lane takes besides."""
+    for option in (
+        click.option("--by", default=_BY, show_default=True, help="Who; kept in the journal."),
+        click.option(
+            "--lane", "label", type=click.Choice(list(_LANES)), default="lifecycle", show_default=True
+        ),
+        click.option("--because", required=True, help="Why; kept in the journal."),
+        click.argument("seq", type=click.IntRange(min=1)),
+        click.argument("run_id", metavar="RUN"),
+    ):
+        command = option(command)
+    return command
+
+
+def _on_facts(
+    verb: Callable[..., Awaitable[tuple[int, int]]], run_id: str, seq: int, because: str, label: str, by: str
+) -> tuple[int, int]:
+    settings = settings_of_command()
+    config = settings.config()
+    ids.check_run_id(run_id)
+
+    async def body(session: Session) -> tuple[int, int]:
+        return await verb(
+            session, run_id, seq, lane=_LANES[label], because=because, by=by, notify=config.notify
+        )
+
+    first, through = _client.ask(config, body)
+    if settings.as_json:
+        show.print_json({"run_id": run_id, "lane": label, "first": first, "through": through})
+    return first, through
+
+
 @lanes_verbs.command("skip")
 @json_option
 @database_options
-@click.argument("run_id", metavar="RUN")
-@click.argument("seq", type=click.IntRange(min=1))
-@click.option("--because", required=True, help="Why; kept in the journal.")
-@click.option("--lane", "label", type=click.Choice(list(_LANES)), default="lifecycle", show_default=True)
-@click.option("--by", default=_BY, show_default=True, help="Who; kept in the journal.")
+@_facts_options
 def skip_verb(run_id: str, seq: int, because: str, label: str, by: str) -> None:
     """Give up the facts of a run's blocked prefix, up to number SEQ.
 
@@ -123,20 +152,29 @@ def skip_verb(run_id: str, seq: int, because: str, label: str, by: str) -> None:
     Example:
       runlane lanes skip nightly-42 7 --because "the ledger has no place for it"
     """
-    settings = settings_of_command()
-    config = settings.config()
-    ids.check_run_id(run_id)
-
-    async def body(session: Session) -> tuple[int, int]:
-        return await journal.skip_lane(
-            session, run_id, seq, lane=_LANES[label], because=because, by=by, notify=config.notify
-        )
-
-    first, through = _client.ask(config, body)
-    if settings.as_json:
-        show.print_json({"run_id": run_id, "lane": label, "first": first, "through": through})
-    else:
+    first, through = _on_facts(journal.skip_lane, run_id, seq, because, label, by)
+    if not settings_of_command().as_json:
         click.echo(f"skipped facts {first} to {through}")
+
+
+@lanes_verbs.command("redeliver")
+@json_option
+@database_options
+@_facts_options
+def redeliver_verb(run_id: str, seq: int, because: str, label: str, by: str) -> None:
+    """Deliver a run's facts again, from number SEQ on.
+
+    For a ledger that has lost what it had acknowledged: one that was restored from a backup, say. Facts that it still
+    has do no harm.
+
+    \b
+    Example:
+      runlane lanes redeliver nightly-42 1 --because "the ledger was restored"
+    """
+    first, through = _on_facts(journal.redeliver_lane, run_id, seq, because, label, by)
+    if not settings_of_command().as_json:
+        again = f"facts {first} to {through} are delivered again"
+        click.echo(again if first <= through else f"fact {first} is the next one anyway")
 
 
 @lanes_verbs.command("journal")

@@ -399,16 +399,38 @@ class Verbs:
         What follows is delivered under keys of a new generation. ``because`` is kept in the journal, as is ``by``.
         Raises InputRefused for a lane that is not blocked and for a fact that is not in its blocked prefix.
         """
+        if _words("because", because) is None:
+            raise InputRefused("because", "say why: what is skipped never reaches the ledger")
+        return await self._facts_of(journal.skip_lane, run_id, seq, lane, because, by)
+
+    async def redeliver_lane(
+        self,
+        run_id: str,
+        seq: int,
+        *,
+        because: str,
+        lane: Lane = Lane.LIFECYCLE,
+        by: str | None = None,
+    ) -> range:
+        """Deliver a run's facts again from ``seq`` on, and return which: for a ledger that has lost what it had
+        acknowledged. Prefixes and keys may be others than before: the ledger tells by their number what it has.
+
+        ``because`` is kept in the journal, as is ``by``. Raises InputRefused for a run without such a lane and for a
+        fact that has yet to be delivered.
+        """
+        if _words("because", because) is None:
+            raise InputRefused("because", "say why: the ledger gets facts that it had before")
+        return await self._facts_of(journal.redeliver_lane, run_id, seq, lane, because, by)
+
+    async def _facts_of(
+        self, verb: Callable[..., Any], run_id: str, seq: int, lane: Lane, because: str, by: str | None
+    ) -> range:
         ids.check_run_id(run_id)
         if isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq < 2**31:
             raise InputRefused("seq", f"must be the number of a fact, from 1, not {preview(seq)}")
-        if _words("because", because) is None:
-            raise InputRefused("because", "say why: what is skipped never reaches the ledger")
-        said_by = _words("by", by)
+        words = {"lane": Lane(lane), "because": because, "by": _words("by", by)}
         first, through = await self._ask(
-            lambda session: journal.skip_lane(
-                session, run_id, seq, lane=Lane(lane), because=because, by=said_by, notify=self._config.notify
-            )
+            lambda session: verb(session, run_id, seq, **words, notify=self._config.notify)
         )
         return range(first, through + 1)
 

@@ -81,6 +81,7 @@ class SyncVerbs:
     lanes = _blocking(Verbs.lanes)
     retry_lane = _blocking(Verbs.retry_lane)
     skip_lane = _blocking(Verbs.skip_lane)
+    redeliver_lane = _blocking(Verbs.redeliver_lane)
     journal = _blocking(Verbs.journal)
     fail = _blocking(Verbs.fail)
     schedule = _blocking(Verbs.schedule)

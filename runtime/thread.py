@@ -269,6 +269,7 @@ class AsyncioVerbs:
     lanes = _awaited(Verbs.lanes)
     retry_lane = _awaited(Verbs.retry_lane)
     skip_lane = _awaited(Verbs.skip_lane)
+    redeliver_lane = _awaited(Verbs.redeliver_lane)
     cancel = _awaited(Verbs.cancel)
     send_event = _awaited(Verbs.send_event)
     events = _awaited(Verbs.events)

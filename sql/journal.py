@@ -1,7 +1,7 @@
 """Door of the concern journal: what operators do to lanes, and the record of it.
 
-Owns the typed calls of ``lane_list``, ``retry_lane``, ``skip_lane`` and ``read_journal``, and the names of their
-refusals. It never delivers anything.
+Owns the typed calls of ``lane_list``, ``retry_lane``, ``skip_lane``, ``redeliver_lane`` and ``read_journal``, and the
+names of their refusals. It never delivers anything.
 """
 
 from __future__ import annotations
@@ -56,6 +56,18 @@ async def skip_lane(
     """
     options = {"because": because, "by": by, "lane": lane.label, "notify": notify}
     (row,) = await _called(session, "skip_lane", run_id, seq, json.dumps(options))
+    return row["first"], row["through"]
+
+
+async def redeliver_lane(
+    session: Session, run_id: str, seq: int, *, lane: Lane, because: str, by: str | None, notify: bool
+) -> tuple[int, int]:
+    """Deliver what was delivered of a run's lane again, from ``seq`` on; the first and the last fact that are.
+
+    Raises ``InputRefused`` for a run without such a lane and for a fact that has yet to be delivered.
+    """
+    options = {"because": because, "by": by, "lane": lane.label, "notify": notify}
+    (row,) = await _called(session, "redeliver_lane", run_id, seq, json.dumps(options))
     return row["first"], row["through"]
 
 

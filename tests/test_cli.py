@@ -632,13 +632,18 @@ def test_lanes_are_shown_retried_and_skipped(runlane: Command, dsn: str, schema:
     skipped = runlane("lanes", "skip", "bad", "1", "--because", "no place for it", "--by", "ada")
     assert skipped.out == "skipped facts 1 to 1\n"
     assert [lane["run_id"] for lane in runlane("lanes", "--json").json["lanes"]] == ["good"]
+    again = runlane("lanes", "redeliver", "bad", "1", "--because", "restored", "--json")
+    assert again.json == {"run_id": "bad", "lane": "lifecycle", "first": 1, "through": 1}
+    assert "is the next one anyway" in runlane("lanes", "redeliver", "bad", "1", "--because", "restored").out
+    runlane("lanes", "redeliver", "bad", "3", "--because", "x").refused(2, "seq", "facts from 1 on")
     told = runlane("lanes", "journal", "bad", "--json").json
     assert [(entry["verb"], entry["by"], entry["because"]) for entry in told["journal"]] == [
+        ("redeliver", "command line", "restored"),
         ("skip", "ada", "no place for it"),
         ("retry", "command line", "fixed"),
     ]
     assert "no place for it" in runlane("lanes", "journal").out
-    older = runlane("lanes", "journal", "--before", str(told["journal"][0]["id"]), "--json").json
+    older = runlane("lanes", "journal", "--before", str(told["journal"][1]["id"]), "--json").json
     assert [entry["verb"] for entry in older["journal"]] == ["retry"]
 
 

@@ -235,7 +235,11 @@ async def test_a_request_never_exceeds_what_the_receiver_takes() -> None:
         (Answer(200, b"ok"), None, ""),
         (Answer(409, {"outcome": "duplicate"}), None, ""),
         (Answer(409, {"outcome": "rejected", "reason": "other digest"}), LedgerRejected, "other digest"),
-        (Answer(409, {"outcome": "gap", "reason": "2 is next"}), LedgerRejected, "2 is next; it has lost facts"),
+        (
+            Answer(409, {"outcome": "gap", "reason": "2 is next"}),
+            LedgerRejected,
+            "2 is next; it has lost facts",
+        ),
         (Answer(409, b""), LedgerRejected, "answered 409"),
         (Answer(412, results({"outcome": "not_current", "reason": "lease"})), LedgerNotCurrent, "lease"),
         (Answer(412), LedgerNotCurrent, "answered 412"),

@@ -1,7 +1,7 @@
 -- journal: what operators do to lanes, and the record of it.
 --
--- Lock order: one lane row, which these verbs wait for, shortly: they are for people. Fence: blocked, and the very
--- prefix that is blocked, judged on the locked row.
+-- Lock order: one lane row, which these verbs wait for, shortly: they are for people. Fences, judged on the locked row:
+-- to retry or to skip, that the lane is blocked, and with which prefix; to deliver again, the cursor itself.
 
 -- Lanes with something to deliver, the blocked ones first, then by run id and lane. Their cost is one pass over what is
 -- pending, whatever was delivered before.
@@ -118,7 +118,6 @@ AS $$
 DECLARE
     v_because text;
     v_by      text;
-    v_label   text;
     v_lane    smallint;
     v_was     record;
 BEGIN
@@ -128,11 +127,7 @@ BEGIN
         PERFORM refuse('options.because', 'say why: what is skipped never reaches the ledger');
     END IF;
     v_by := text_option(p_options, 'by', 255);
-    v_label := coalesce(text_option(p_options, 'lane', 20), 'lifecycle');
-    v_lane := CASE v_label WHEN 'lifecycle' THEN 0 WHEN 'observability' THEN 1 END;
-    IF v_lane IS NULL THEN
-        PERFORM refuse('options.lane', 'must be lifecycle or observability');
-    END IF;
+    v_lane := lane_option(p_options);
     IF p_seq IS NULL THEN
         PERFORM refuse('seq', 'must be the last fact to skip');
     END IF;
@@ -156,7 +151,8 @@ BEGIN
         PERFORM refuse('seq', format('must be in the blocked prefix, %s to %s, not %s',
                                      v_was.acked + 1, v_was.through, p_seq));
     ELSIF v_was.first IS NULL THEN
-        PERFORM refuse('run_id', format('the %s lane of run %L is not blocked', v_label, p_run_id));
+        PERFORM refuse('run_id', format('the %s lane of run %L is not blocked',
+                                        coalesce(p_options ->> 'lane', 'lifecycle'), p_run_id));
     END IF;
 
     INSERT INTO journal (at, run_id, lane, verb, first, through, because, by)
@@ -165,5 +161,73 @@ BEGIN
         PERFORM pg_notify(channel('lanes'), '');
     END IF;
     RETURN QUERY SELECT v_was.first, p_seq;
+END
+$$;
+
+-- Delivers a lane's facts again from p_seq on, for a ledger that has lost what it had acknowledged (restored from a
+-- backup, say). It must know facts that it still has: by their number, because prefixes and keys may differ.
+--
+--   SELECT * FROM runlane.redeliver_lane('01939c…', 3, '{"because": "the ledger was restored", "by": "ada"}');
+--
+-- Refused, by name: a seq beyond the first fact that is not delivered, no reason. Options: because, lane (lifecycle, the
+-- default, or observability), by, notify. Answers the facts that had been delivered and are again: asked again, none are,
+-- and through is before first.
+CREATE OR REPLACE FUNCTION @schema@.redeliver_lane(p_run_id text, p_seq integer, p_options jsonb DEFAULT '{}')
+RETURNS TABLE (first integer, through integer)
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+SET lock_timeout = '2s'
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_because text;
+    v_by      text;
+    v_lane    smallint;
+    v_acked   integer;
+BEGIN
+    PERFORM check_options(p_options, '{because, lane, by, notify}');
+    v_because := text_option(p_options, 'because', 2000);
+    IF v_because IS NULL THEN
+        PERFORM refuse('options.because', 'say why: the ledger gets facts that it had before');
+    END IF;
+    v_by := text_option(p_options, 'by', 255);
+    v_lane := lane_option(p_options);
+    IF p_seq IS NULL OR p_seq < 1 THEN
+        PERFORM refuse('seq', 'must be the first fact to deliver again, from 1');
+    END IF;
+
+    v_acked := CASE v_lane WHEN 0 THEN lifecycle_set_back(p_run_id, p_seq - 1)
+                           ELSE observability_set_back(p_run_id, p_seq - 1) END;
+    IF v_acked IS NULL THEN
+        PERFORM refuse('run_id', format('run %L does not exist, or has no such lane', p_run_id));
+    ELSIF p_seq > v_acked + 1 THEN
+        PERFORM refuse('seq', format('facts from %s on have not been delivered yet, so none can be again from %s',
+                                     v_acked + 1, p_seq));
+    END IF;
+
+    IF p_seq <= v_acked THEN
+        INSERT INTO journal (at, run_id, lane, verb, first, through, because, by)
+        VALUES (clock(), p_run_id, v_lane, 'redeliver', p_seq, v_acked, v_because, v_by);
+        IF coalesce((p_options ->> 'notify')::boolean, true) THEN
+            PERFORM pg_notify(channel('lanes'), '');
+        END IF;
+    END IF;
+    RETURN QUERY SELECT p_seq, v_acked;
+END
+$$;
+
+-- Which lane an operator means.
+CREATE OR REPLACE FUNCTION @schema@.lane_option(p_options jsonb) RETURNS smallint
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+AS $$
+DECLARE
+    v_lane CONSTANT smallint := CASE coalesce(text_option(p_options, 'lane', 20), 'lifecycle')
+                                WHEN 'lifecycle' THEN 0 WHEN 'observability' THEN 1 END;
+BEGIN
+    IF v_lane IS NULL THEN
+        PERFORM refuse('options.lane', 'must be lifecycle or observability');
+    END IF;
+    RETURN v_lane;
 END
 $$;

@@ -414,3 +414,22 @@ BEGIN
      WHERE l.run_id = ANY (ARRAY[p_run_id]) AND l.lane_error IS NOT NULL;
 END
 $$;
+
+-- The ledger has lost facts that it had acknowledged: sets the cursor back, so that what follows p_acked is delivered
+-- again, in prefixes of their own. Answers the cursor that was (NULL: no such lane), which is
+-- never moved forward. A delivery that is out meanwhile finds its token gone. Waits for the row as long as lock_timeout allows.
+CREATE OR REPLACE FUNCTION @schema@.@lane@_set_back(p_run_id text, p_acked integer, OUT acked integer)
+LANGUAGE plpgsql
+@seek@
+AS $$
+DECLARE
+    v_now timestamptz;
+BEGIN
+    SELECT l.acked_seq INTO acked FROM @table@ l WHERE l.run_id = ANY (ARRAY[p_run_id]) FOR NO KEY UPDATE;
+    v_now := clock();
+    UPDATE @table@ l
+       SET acked_seq = p_acked, frozen_seq = NULL, lane_error = NULL, lane_attempts = 0, lane_due_at = v_now,
+           lane_token = NULL, lane_expires_at = NULL
+     WHERE l.run_id = ANY (ARRAY[p_run_id]) AND l.acked_seq > p_acked;
+END
+$$;

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 
-from runtime import Context, HttpLedger, Runtime, play
+from runtime import Context, HttpLedger, InputRefused, Runtime, play
 from sql import journal
 from sql.connection import SessionOptions
 from sql.types import Lane
@@ -118,6 +118,33 @@ async def test_after_a_skip_the_receiver_accepts_the_gap(hosts: Hosts) -> None:
         assert [row[0] for row in await rows(hosts, "SELECT seq FROM @.facts ORDER BY seq")] == [1, 3, 4]
         cursor = "SELECT applied_seq, skipped, generation, conflicts FROM @.cursors"
         assert await rows(hosts, cursor) == [(4, 1, 1, 1)]
+
+
+async def test_a_receiver_that_lost_facts_blocks_the_lane_until_they_are_delivered_again(
+    hosts: Hosts,
+) -> None:
+    async with hosts.open(talks):
+        pass
+    async with (
+        open_receiver(hosts.dsn, hosts.schema, prove_in=SessionOptions(hosts.dsn, hosts.schema)) as receiver,
+        hosts.open(talks, ledger=HttpLedger(receiver.origin, secret=SECRET)) as rt,
+        hosts.session() as session,
+    ):
+        handle = await rt.submit(talks, 1, run_id="r", delay=1.0)
+        await delivered(hosts)
+        for table in ("cursors", "facts", "receipts"):  # restored from a backup of before
+            await session.execute(f"DELETE FROM l{hosts.schema}.{table}")
+
+        async def blocked() -> str | None:
+            return (await handle.status()).lane_blocked
+
+        assert "expected seq 1, got 2" in await eventually(blocked)
+        assert await rt.redeliver_lane("r", 1, because="restored") == range(1, 2)
+        await delivered(hosts)
+        assert [row[0] for row in await rows(hosts, "SELECT seq FROM @.facts ORDER BY seq")] == [1, 2, 3, 4]
+        assert await rows(hosts, "SELECT applied_seq, skipped FROM @.cursors") == [(4, 0)]
+        with pytest.raises(InputRefused, match="because"):
+            await rt.redeliver_lane("r", 1, because="")
 
 
 # --- a budget that ends --------------------------------------------------------------------------------------

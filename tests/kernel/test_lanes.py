@@ -514,6 +514,63 @@ async def test_a_stale_sender_cannot_undo_a_skip(dsn: str, schema: str) -> None:
         assert await row(kernel, item.run_id, "acked_seq, frozen_seq, lane_error") == (1, None, None)
 
 
+async def redeliver(kernel: Kernel, run_id: str, seq: int, **more: Any) -> tuple[int, int]:
+    options: dict[str, Any] = {"lane": Lane.LIFECYCLE, "because": "restored", "by": "ada", "notify": False}
+    return await journal.redeliver_lane(kernel.session, run_id, seq, **(options | more))
+
+
+async def test_what_the_ledger_has_lost_is_delivered_again(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        item = await caught_up(kernel)
+        ledger = "SELECT applied_seq, applied_facts, status FROM @schema@.ledger_runs"
+        (before,) = await kernel.fetch(ledger)
+        await kernel.execute("TRUNCATE @schema@.ledger_runs")
+        await kernel.say(item, 1)
+        assert (await kernel.deliver()).blocked == 1
+        assert await redeliver(kernel, item.run_id, 1) == (1, 2)
+        assert await redeliver(kernel, item.run_id, 1) == (1, 0)  # asked again: it is on its way
+        turn = await kernel.deliver()
+        assert (turn.lanes, turn.blocked) == (1, 0)
+        (after,) = await kernel.fetch(ledger)
+        assert tuple(after) == (before["applied_seq"] + 1, before["applied_facts"] + 1, before["status"])
+        (entry,) = await journal.read_journal(kernel.session, run_id=item.run_id, limit=10, before=None)
+        assert (entry.verb, entry.first, entry.through, entry.by) == ("redeliver", 1, 2, "ada")
+
+
+async def test_a_delivery_that_is_out_cannot_undo_a_redelivery(dsn: str, schema: str) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        item = await caught_up(kernel)
+        await kernel.say(item, 1)
+        (out,) = await kernel.claim_lanes()
+        assert await redeliver(kernel, item.run_id, 2) == (2, 2)
+        assert (await kernel.acknowledge(out, prefix=8)).answer == "lost"
+        (prefix,) = await kernel.claim_lanes()
+        assert (list(prefix.seqs), prefix.attempt) == ([2, 3], 1)
+        assert await kernel.apply(prefix)  # a ledger that has a part of it takes the rest
+        assert (await kernel.acknowledge(prefix, prefix=8)).answer != "lost"
+        assert await row(kernel, item.run_id, "acked_seq, lane_pending") == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("seq", "more", "field", "word"),
+    [
+        (4, {}, "seq", "facts from 3 on"),
+        (0, {}, "seq", "from 1"),
+        (1, {"because": None}, "because", "say why"),
+        (1, {"lane": Lane.OBSERVABILITY}, "run_id", "no such lane"),
+    ],
+)
+async def test_a_redelivery_that_may_not_be_is_refused_by_name(
+    dsn: str, schema: str, seq: int, more: dict[str, Any], field: str, word: str
+) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        item = await caught_up(kernel)
+        with pytest.raises(InputRefused, match=word) as caught:
+            await redeliver(kernel, item.run_id, seq, **more)
+        assert caught.value.field == field
+        assert await row(kernel, item.run_id, "acked_seq, lane_pending") == (2, False)
+
+
 async def test_a_retry_is_in_the_journal(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         item = await blocked(kernel)
