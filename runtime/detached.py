@@ -194,7 +194,7 @@ def judge_with(provider: SandboxProvider) -> Judge:
             if silent.silent_s < patience_s:
                 return Judgement(None)
             why = f"its sandbox lives, but it was not heard of for {silent.silent_s:.0f} s"
-        elif inspection.state == "absent":
+        elif inspection.state == "absent" and not found:
             why = "its sandbox is gone"
         else:
             why = _why(inspection)

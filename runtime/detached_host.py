@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import trio
 
@@ -43,7 +45,8 @@ _GATEWAYS_EVERY_S = 5.0
 def providers_of(
     plays: Mapping[str, Play], given: Mapping[str, SandboxProvider] | None, config: RuntimeConfig
 ) -> dict[str, SandboxProvider]:
-    """The providers that the plays name. Raises ConfigError for one that nobody has given."""
+    """The providers that the plays name. Raises ConfigError for one that nobody has given, or whose sandboxes would not
+    find this host."""
     known: dict[str, SandboxProvider] = dict(given or {})
     wanted = {play.sandbox: play.name for play in plays.values() if play.sandbox is not None}
     if "local" in wanted and "local" not in known:
@@ -54,11 +57,32 @@ def providers_of(
             raise ConfigError(
                 f"play {play!r} wants sandbox {sandbox!r}: give it in sandboxes= (known: {names})"
             )
+        if getattr(known[sandbox], "remote", False) and not _found_from_elsewhere(config.gateway_url):
+            raise ConfigError(
+                f"play {play!r} runs in sandbox {sandbox!r}, on other machines: set gateway_url "
+                "(RUNLANE_GATEWAY_URL) to a URL of this host's HTTP server that is reached from there, "
+                f"not {config.gateway_url or 'nothing'}"
+            )
     if wanted and config.health_port is None:
         raise ConfigError(
             "plays in sandboxes need the HTTP server that their runners speak to: set health_port"
         )
     return known
+
+
+def _found_from_elsewhere(url: str | None) -> bool:
+    """Whether it is a URL at all, and not one that every machine takes for itself."""
+    try:
+        name = urlsplit(url or "").hostname
+    except ValueError:
+        return False
+    if name is None or name == "localhost" or name.endswith(".localhost"):
+        return False
+    try:
+        address = ip_address(name)
+    except ValueError:
+        return True
+    return not (address.is_loopback or address.is_unspecified)
 
 
 class DetachedWork:

@@ -22,8 +22,8 @@ LAYERS = ("sql", "actors", "runtime")
 ASYNCIO = {"asyncio", "asyncpg", "trio_asyncio"}
 # The two sessions, and the module that translates what their driver raises.
 BORDER = {"sql.connection", "sql.plain", "sql.faults"}
-# Programs on asyncio await a runtime that runs in a thread.
-ASYNCIO_TOO = {"runtime.thread"}
+# Programs on asyncio await a runtime that runs in a thread, and calls of one SDK are taken back by it alone.
+ASYNCIO_TOO = {"runtime.thread", "runtime.sandboxes.modal"}
 
 
 def shared_by_actors() -> set[str]:
@@ -146,6 +146,15 @@ def test_a_folder_that_shadows_ours_is_named_in_one_line(tmp_path: Path, name: s
     assert last.startswith("ImportError: ")
     assert f"{name!r}" in last
     assert str(tmp_path / name) in last
+
+
+def test_no_sdk_of_a_provider_is_imported_before_it_is_used() -> None:
+    program = (
+        "import sys, runtime, runtime.sandboxes; "
+        "sys.exit(' '.join({'modal', 'daytona_api_client', 'daytona_toolbox_api_client'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_wheel_has_every_package() -> None:

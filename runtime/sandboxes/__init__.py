@@ -12,12 +12,16 @@ from runtime.sandboxes.base import (
     SandboxRef,
     SandboxSpec,
 )
+from runtime.sandboxes.daytona import DaytonaProvider
 from runtime.sandboxes.local import LocalProvider
+from runtime.sandboxes.modal import ModalProvider
 
 __all__ = [
     "Created",
+    "DaytonaProvider",
     "Inspection",
     "LocalProvider",
+    "ModalProvider",
     "SandboxProvider",
     "SandboxRef",
     "SandboxSpec",

@@ -59,7 +59,8 @@ class Inspection:
     """What a provider says of a sandbox.
 
     ``state``: ``running``, ``ended`` (its work is over, it still exists) or ``absent`` (confirmed: there is no such
-    sandbox). ``diagnostics``: JSON for whoever asks why it ended: exit code, signal, the tail of its output.
+    sandbox). ``diagnostics``: JSON for whoever asks why it ended: exit code, signal, the tail of its output; also of
+    one that is absent, where the provider remembers it.
     """
 
     state: str
@@ -71,7 +72,8 @@ class SandboxProvider(Protocol):
     """Makes, inspects and deletes sandboxes. Every call may be cut short at any moment, and may be made again.
 
     ``key`` names the provider in the database: hosts whose provider has the same key reach the same sandboxes. An
-    error of any call means "not known": only an answer counts.
+    error of any call means "not known": only an answer counts. One whose sandboxes are on other machines has
+    ``remote = True``: its hosts do not start without a ``gateway_url`` that can be reached from there.
     """
 
     key: str

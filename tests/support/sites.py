@@ -10,22 +10,28 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import attrs
+import pytest
+import trio
 
 from runtime.sandboxes import LocalProvider, SandboxProvider
+from runtime.sandboxes.daytona import DaytonaProvider
+from runtime.sandboxes.modal import ModalProvider
+from tests.support.fake_daytona import API_KEY, pretended_daytona
+from tests.support.fake_modal import TOKEN_ID, TOKEN_SECRET, pretended_modal
 
 
 @attrs.define
 class Site:
     """A provider, and what can be done to the service behind it.
 
-    ``hang`` and ``fail``: from now on it answers nothing, or nothing but errors (True), or all is well again (False);
-    None where there is no service. ``call_s``: the most that one call of the provider may take when it hangs.
+    ``hang`` and ``fail``: from now on it answers nothing, or nothing but errors (True), or all is well again (False).
+    ``hasty`` is the same provider where a call may take half a second. None where there is no service.
     """
 
     provider: SandboxProvider
+    hasty: SandboxProvider | None = None
     hang: Callable[[bool], None] | None = None
     fail: Callable[[bool], None] | None = None
-    call_s: float = 0.0
 
 
 @asynccontextmanager
@@ -34,4 +40,38 @@ async def local(folder: Path) -> AsyncIterator[Site]:
     yield Site(LocalProvider(folder / "sandboxes"))
 
 
-SITES: dict[str, Callable[[Path], AbstractAsyncContextManager[Site]]] = {"local": local}
+@asynccontextmanager
+async def daytona(folder: Path) -> AsyncIterator[Site]:
+    """The real client against a pretended Daytona."""
+    with pretended_daytona(folder) as service:
+
+        def provider(call_s: float) -> DaytonaProvider:
+            return DaytonaProvider(snapshot="runlane", api_key=API_KEY, api_url=service.url, call_s=call_s)
+
+        yield Site(provider(15.0), provider(0.5), service.mood.hang, service.mood.fail)
+
+
+@asynccontextmanager
+async def modal(folder: Path) -> AsyncIterator[Site]:
+    """The real SDK against a pretended Modal."""
+    with pretended_modal(folder) as service, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODAL_SERVER_URL", service.url)
+
+        def provider(call_s: float) -> ModalProvider:
+            return ModalProvider(
+                image="im-runlane", token_id=TOKEN_ID, token_secret=TOKEN_SECRET, call_s=call_s
+            )
+
+        patient, hasty = provider(15.0), provider(0.5)
+        try:
+            yield Site(patient, hasty, service.mood.hang, service.mood.fail)
+        finally:
+            for one in (patient, hasty):
+                await trio.to_thread.run_sync(one._client.close)
+
+
+SITES: dict[str, Callable[[Path], AbstractAsyncContextManager[Site]]] = {
+    "local": local,
+    "daytona": daytona,
+    "modal": modal,
+}
