@@ -73,8 +73,10 @@ from sql.types import (  # noqa: E402
     JournalEntry,
     Lane,
     LaneStatus,
+    Performance,
     RunDetails,
     RunStatus,
+    Usage,
     WaitRecord,
 )
 
@@ -118,6 +120,7 @@ __all__ = [
     "MemoryLedger",
     "OutcomeUnknown",
     "PayloadRefused",
+    "Performance",
     "Permit",
     "Play",
     "PlayTimedOut",
@@ -147,6 +150,7 @@ __all__ = [
     "SyncClient",
     "SyncContext",
     "UnknownPlay",
+    "Usage",
     "WaitRecord",
     "WaitTimedOut",
     "play",

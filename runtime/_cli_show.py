@@ -25,7 +25,7 @@ from sql.receipts import StepRecord
 from sql.sandboxes import SandboxRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
-from sql.types import Fact, JournalEntry, LaneStatus, RunDetails, RunStatus
+from sql.types import Fact, JournalEntry, LaneStatus, Performance, RunDetails, RunStatus
 
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
@@ -142,7 +142,8 @@ def run_record(run: RunStatus, attempts: Sequence[AttemptRecord], facts: Sequenc
 
 def run_json(run: RunStatus) -> dict[str, Any]:
     """A run's row, for a program."""
-    return attrs.asdict(run, filter=lambda field, value: field.name != "details" or value is not None) | {
+    absent = ("details", "log_store")  # where there is nothing to say
+    return attrs.asdict(run, filter=lambda field, value: field.name not in absent or value is not None) | {
         "lane": lane_state(run)
     }
 
@@ -227,6 +228,10 @@ def _details(details: RunDetails) -> Iterable[tuple[str, Text | str]]:
         yield "array input", "staged: the end's delivery retires it"
     if details.log_lane_blocked is not None:
         yield "logs", Text(f"blocked: {details.log_lane_blocked}")
+    if details.runtime_backend is not None:
+        yield "runs in", Text(details.runtime_backend)
+    if details.performance is not None:
+        yield "took", _took(details.performance)
     end = details.terminal or {}
     if "output" in end:
         yield "output", Text(_short(json.dumps(end["output"], ensure_ascii=False)))
@@ -235,6 +240,16 @@ def _details(details: RunDetails) -> Iterable[tuple[str, Text | str]]:
         yield "error", Text(_short(": ".join(words)), style="red")
     if end.get("reason") is not None:
         yield "reason", Text(str(end["reason"]))
+
+
+def _took(took: Performance) -> str:
+    words = [f"{took.total_s:g} s in all"]
+    words += [f"{took.queued_s:g} s until its first attempt"] if took.queued_s is not None else []
+    words += [f"{took.host_s:g} s on hosts"]
+    words += [f"{took.sandbox_s:g} s in sandboxes"] if took.sandbox_s else []
+    if took.usage is not None:
+        words += [f"{took.usage.cpu_s:g} s of CPU", f"{took.usage.peak_memory_bytes / 2**20:.0f} MiB at most"]
+    return ", ".join(words)
 
 
 def _attempts(attempts: Sequence[AttemptRecord]) -> Table:

@@ -143,6 +143,7 @@ class Verbs:
         scope: str | None = None,
         terminal_receiver: str | None = None,
         array_input_receiver: str | None = None,
+        terminal_performance: str | None = None,
         concurrency_key: str | None = None,
         receiver: str | None = None,
     ) -> Handle:
@@ -161,7 +162,9 @@ class Verbs:
 
         ``surface``, ``trigger`` and ``scope`` say where the launch came from: kept in the run's first fact, shown by
         the full status. ``terminal_receiver`` is who gets the run's end in place of the usual ledger;
-        ``array_input_receiver`` who gets it once the run has registered array input. Of runs with one
+        ``array_input_receiver`` who gets it once the run has registered array input. ``terminal_performance`` says that
+        whoever gets it takes what it says of how the run went (see ``Performance``): ``basic``, or ``full``, which is
+        with what a runner has used; without it the end says nothing of that. Of runs with one
         ``concurrency_key`` (default: what the play makes of the input) only so many run at once as the play says.
 
         Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, IdempotencyConflict or DuplicateRun.
@@ -184,6 +187,7 @@ class Verbs:
             scope=scope,
             terminal_receiver=terminal_receiver,
             array_input_receiver=array_input_receiver,
+            terminal_performance=terminal_performance,
             concurrency_key=concurrency_key,
             receiver=receiver,
         )

@@ -93,6 +93,8 @@ _RESULT = {
         "delay_s": _SECONDS,
         "outage_max_s": {"anyOf": [_SECONDS, {"type": "null"}]},
         "overdue": _JSON_TEXT,
+        # Whatever it says: a measure that cannot be must not cost the result that it comes with.
+        "usage": {"type": "object", "description": "what the process has used: cpu_s, peak_memory_bytes"},
     },
 }
 
@@ -461,7 +463,9 @@ class _Gateway:
                 bearer.attempt,
                 bearer.token,
                 body["outcome"],
-                _json_object("payload", body.get("payload", "{}")),
+                _with_usage(
+                    _json_object("payload", body.get("payload", "{}")), body["outcome"], body.get("usage")
+                ),
                 float(body.get("delay_s", 0.0)),
                 waits,
                 outage_max_s=body.get("outage_max_s"),
@@ -537,6 +541,21 @@ def _json_object(field: str, text: str) -> str:
     if not isinstance(json.loads(_json_text(field, text)), dict):
         raise GatewayRefused(400, "malformed", f"[{field!r}]: must be a JSON object, as text")
     return text
+
+
+def _with_usage(payload: str, outcome: str, usage: Mapping[str, Any] | None) -> str:
+    """The payload of an end with what its runner says to have used, for the kernel to judge: numbers, or null."""
+    if usage is None or outcome not in ("completed", "failed"):
+        return payload
+    measured = {
+        name: usage.get(name)
+        if type(usage.get(name)) in (int, float) and abs(usage[name]) < math.inf
+        else None
+        for name in ("cpu_s", "peak_memory_bytes")
+    }
+    begun = payload.rstrip()[:-1].rstrip()  # as text: no number of the output may change
+    comma = "" if begun.endswith("{") else ","
+    return f'{begun}{comma}"usage":{json.dumps(measured)}}}'
 
 
 def _check_waits(waits: Any) -> None:

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import random
+import resource
 import runpy
 import sys
 from collections.abc import Iterable, Mapping
@@ -166,7 +167,7 @@ class _Runner:
         if ending is None:
             log.info("event=runner_stopped run=%s why=%s", self._attempt.run_id, self._attempt.why)
             return
-        answer = await self._gateway.ask("result", _result(ending))
+        answer = await self._gateway.ask("result", {**_result(ending), "usage": _usage()})
         log.info(
             "event=runner_ended run=%s outcome=%s answer=%s",
             self._attempt.run_id,
@@ -405,6 +406,16 @@ def _result(ending: Settlement) -> dict[str, Any]:
         "delay_s": ending.delay_s,
         "outage_max_s": ending.outage_max_s,
         "overdue": ending.overdue,
+    }
+
+
+def _usage() -> dict[str, float]:
+    """What this process and those that it has waited for have used."""
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "cpu_s": sum(used.ru_utime + used.ru_stime for used in (own, children)),
+        "peak_memory_bytes": unit * max(own.ru_maxrss, children.ru_maxrss),
     }
 
 

@@ -21,7 +21,7 @@ from sql import admission
 from sql.admission import Admitted, Submission
 from sql.connection import Session
 from sql.errors import DuplicateRun, IdempotencyConflict, InputRefused, UnknownPlay
-from sql.types import SCOPES, SURFACES, TRIGGERS
+from sql.types import PERFORMANCE, SCOPES, SURFACES, TRIGGERS
 
 _NAME = re.compile(NAME_PATTERN)
 _JSON = JsonCodec()
@@ -48,6 +48,7 @@ class Submit:
     scope: str | None = None
     terminal_receiver: str | None = None
     array_input_receiver: str | None = None
+    terminal_performance: str | None = None
     concurrency_key: str | None = None
     receiver: str | None = None
 
@@ -140,6 +141,9 @@ class Submissions:
             "scope": ids.check_choice("scope", item.scope, SCOPES),
             "terminal_receiver": ids.check_receiver("terminal_receiver", item.terminal_receiver),
             "array_input_receiver": ids.check_receiver("array_input_receiver", item.array_input_receiver),
+            "terminal_performance": ids.check_choice(
+                "terminal_performance", item.terminal_performance, PERFORMANCE
+            ),
             "concurrency_key": concurrency_key,
         }
         extras = {name: value for name, value in given.items() if value is not None}

@@ -14,6 +14,7 @@ import attrs
 
 from sql.calls import call
 from sql.connection import Session
+from sql.performance import performance_of
 from sql.types import SCOPES, SURFACES, TRIGGERS, RunDetails, RunStatus, WaitRecord
 
 
@@ -145,6 +146,8 @@ def _wait(record: Mapping[str, Any]) -> WaitRecord:
 
 def _details(row: Any) -> RunDetails:
     launch = json.loads(row["launch"])
+    terminal = None if row["terminal"] is None else json.loads(row["terminal"])
+    performance, unavailable = performance_of(terminal)
 
     def known(name: str, words: Sequence[str]) -> str | None:
         return launch[name] if launch.get(name) in words else None
@@ -162,5 +165,8 @@ def _details(row: Any) -> RunDetails:
         terminal_receiver=row["terminal_receiver"],
         log_lane_blocked=row["log_lane_error"],
         served=row["served"],
-        terminal=None if row["terminal"] is None else json.loads(row["terminal"]),
+        terminal=terminal,
+        runtime_backend=row["runtime_backend"],
+        performance=performance,
+        performance_unavailable=unavailable,
     )

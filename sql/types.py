@@ -28,6 +28,8 @@ SURFACES = ("api", "app", "chat", "cli", "sdk", "sql")
 TRIGGERS = ("api", "event", "manual", "parent", "schedule", "sql_listener", "system", "webhook")
 SCOPES = ("org", "system")
 ON_CONFLICT = ("reject", "existing", "replace")
+# How much a receiver takes of what a terminal can say of how its run went.
+PERFORMANCE = ("basic", "full")
 
 
 class Lane(enum.IntEnum):
@@ -100,6 +102,31 @@ class WaitRecord:
 
 
 @attrs.frozen(slots=True)
+class Usage:
+    """What the process of a runner has used, by its own measure: seconds of CPU, and the most memory at once."""
+
+    cpu_s: float
+    peak_memory_bytes: int
+
+
+@attrs.frozen(slots=True)
+class Performance:
+    """How a run went, by the database's clock; it is in the terminal of a run that asked for ``terminal_performance``.
+
+    ``total_s``: from admission to end. ``queued_s``: from admission to the first attempt, a delay included; None: there
+    was none. ``host_s`` and ``sandbox_s``: how long its ``attempts`` lasted, on hosts (where each takes a slot) and in
+    sandboxes. ``usage``: of the runner whose result ended the run, where the launch asked for ``full``.
+    """
+
+    total_s: float
+    queued_s: float | None
+    host_s: float
+    sandbox_s: float
+    attempts: int
+    usage: Usage | None = None
+
+
+@attrs.frozen(slots=True)
 class RunDetails:
     """What the full form of a status has on top.
 
@@ -109,7 +136,12 @@ class RunDetails:
 
     ``receiver`` gets the run's facts ("" is the hosts' own ledger), ``terminal_receiver`` its end, if another.
     ``log_lane_blocked`` says why its logs are not delivered. ``served``: a host that claims such runs was seen within
-    the last minute.
+    the last minute. ``runtime_backend``: the key of the provider of the latest sandbox that it asked for; None: it has
+    run on hosts alone.
+
+    ``performance`` is what the terminal says of how the run went, where its launch asked for that;
+    ``performance_unavailable`` says what is missing of it: ``invalid_usage`` (what its runner measured cannot be) or
+    ``invalid_performance`` (what is stored cannot be read).
     """
 
     accepted_at: datetime
@@ -125,6 +157,9 @@ class RunDetails:
     log_lane_blocked: str | None
     served: bool
     terminal: Mapping[str, Any] | None
+    runtime_backend: str | None = None
+    performance: Performance | None = None
+    performance_unavailable: str | None = None
 
 
 @attrs.frozen(slots=True)
@@ -136,6 +171,8 @@ class RunStatus:
     ``facts_last`` and ``facts_delivered`` are the lifecycle lane's last appended and last acknowledged
     sequence numbers; they are equal when the ledger has everything. ``waits`` is all that a parked run stands at;
     ``wait_kind``, ``wait_key`` and ``wait_until`` are of the one that wakes it first.
+
+    ``log_store`` is ``external`` where a ledger outside of this schema gets what the run logs, else None.
     """
 
     run_id: str
@@ -166,6 +203,7 @@ class RunStatus:
     environment: str | None = None
     updated_at: datetime | None = None
     schema: str = ""
+    log_store: str | None = None
     details: RunDetails | None = None
 
     @property

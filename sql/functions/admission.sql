@@ -37,7 +37,7 @@ $$;
 --   p_requests  random per item and kept in the first fact: an item that is asked again after a lost answer
 --               recognises its own run; also the lease token of an item admitted as claimed
 --   p_extras    what few runs have, or NULL: {"receiver", "terminal_receiver", "parent_id", "root_id",
---               "concurrency_key", "unique" (see unique.sql), …}; all of it is told in the first fact, some of it
+--               "concurrency_key", "terminal_performance", "unique" (see unique.sql), …}; all of it is told in the first fact, some of it
 --               has a column. But "lane_lease_s" is not told: admit with the first fact out for delivery already, for
 --               so many seconds, with the request as the lane's token
 --   p_claim     admit as already claimed by p_owner (only items that are due now; those that count against a limit
@@ -126,7 +126,7 @@ BEGIN
             created_at, lane_due_at, status, due_at, last_seq, attempt, attempt_at, started_at,
             lease_owner, lease_token, lease_expires_at,
             receiver, terminal_receiver, parent_id, root_id, concurrency_key, turn, subturn,
-            lane_token, lane_expires_at, frozen_seq, lane_attempts)
+            lane_token, lane_expires_at, frozen_seq, lane_attempts, performance)
         SELECT run_id, play, bucket, priority, org_id, key, labels, p_release, p_environment, v_now,
                coalesce(lane_until, v_now),
                CASE WHEN claim THEN 'running' ELSE 'queued' END,
@@ -142,7 +142,8 @@ BEGIN
                extras ->> 'root_id', extras ->> 'concurrency_key', turn_of(org_id, extras ->> 'concurrency_key'),
                subturn_of(org_id, extras ->> 'concurrency_key'),
                CASE WHEN lane_until IS NOT NULL THEN request END, lane_until,
-               CASE WHEN lane_until IS NOT NULL THEN 1 END, (lane_until IS NOT NULL)::integer
+               CASE WHEN lane_until IS NOT NULL THEN 1 END, (lane_until IS NOT NULL)::integer,
+               extras ->> 'terminal_performance'
           FROM items
          WHERE busy IS NOT TRUE AND known IS NOT TRUE AND held IS NULL
         ON CONFLICT DO NOTHING

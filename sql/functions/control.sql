@@ -138,13 +138,17 @@ BEGIN
            AND r.attempt = i.attempt AND r.wait_kind = i.kind AND r.wait_key = i.key
            AND NOT EXISTS (SELECT 1 FROM waits c WHERE c.run_id = i.run_id AND c.key = i.key AND c.done_at IS NOT NULL OFFSET 0)
            AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = i.run_id OFFSET 0)
-        RETURNING r.run_id, r.attempt, r.failures, r.last_seq, r.parent_id, i.request, i.error, i.by
+        RETURNING r.run_id, r.attempt, r.failures, r.last_seq, r.parent_id, r.created_at, r.started_at, r.performance,
+                  i.request, i.error, i.by
     ), woken AS (
         INSERT INTO wakes (created_at, run_id) SELECT DISTINCT v_now, parent_id FROM ended WHERE parent_id IS NOT NULL
     )
     INSERT INTO facts (run_id, lane, seq, type, created_at, payload)
     SELECT run_id, 0, last_seq, 'run.failed', v_now,
            jsonb_build_object('attempt', attempt, 'failures', failures, 'error', error, 'request_id', request, 'by', by)
+               || CASE WHEN performance IS NOT NULL
+                       THEN performance_keys(run_id, performance, attempt, created_at, started_at, NULL, NULL, NULL, v_now)
+                       ELSE '{}' END
       FROM ended;
 
     RETURN QUERY

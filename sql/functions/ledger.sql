@@ -117,11 +117,11 @@ BEGIN
     ), begun AS (
         INSERT INTO ledger_runs (
             run_id, play, org_id, labels, status, accepted_at, updated_at, started_at, finished_at, attempts,
-            applied_seq, applied_facts, output, error)
+            applied_seq, applied_facts, output, error, performance)
         SELECT t.run_id, t.created ->> 'play', t.created ->> 'org_id', t.created -> 'labels',
                (ARRAY['queued', 'running', 'waiting', 'completed', 'failed', 'cancelled'])[t.stand],
                t.accepted_at, t.updated_at, t.started_at, CASE WHEN t.stand >= 4 THEN t.updated_at END, t.attempts,
-               t.through, t.facts, t.ended -> 'output', t.ended -> 'error'
+               t.through, t.facts, t.ended -> 'output', t.ended -> 'error', nullif(t.ended -> 'performance', 'null')
           FROM told t
          WHERE t.first = 1
         ON CONFLICT (run_id) DO NOTHING
@@ -138,7 +138,8 @@ BEGIN
                attempts = l.attempts + t.attempts,
                applied_seq = t.through, applied_facts = l.applied_facts + t.facts,
                passed_facts = l.passed_facts + t.first - 1 - l.applied_seq,
-               output = t.ended -> 'output', error = t.ended -> 'error'
+               output = t.ended -> 'output', error = t.ended -> 'error',
+               performance = nullif(t.ended -> 'performance', 'null')
           FROM told t
          WHERE l.run_id = ANY (ARRAY[t.run_id]) AND t.first > 1
            AND CASE WHEN l.applied_seq < t.first - 1 THEN gap_is_meant(t.run_id, 0::smallint, l.applied_seq, t.first)

@@ -53,7 +53,10 @@ BEGIN
           FROM free i
          WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL AND r.attempt = i.attempt AND r.lease_token = i.token
         RETURNING r.run_id, r.attempt, r.last_seq, r.attempt_at, r.lease_owner, r.lease_token, r.due_at, r.failures,
-                  r.parent_id, i.terminal, i.outcome, i.payload
+                  r.parent_id, r.created_at, r.started_at, r.performance, i.terminal, i.outcome,
+                  -- What a runner has used is no part of what has happened: see performance.sql.
+                  CASE WHEN r.lease_owner = 0 THEN i.payload - 'usage' ELSE i.payload END AS payload,
+                  CASE WHEN r.lease_owner = 0 THEN i.payload -> 'usage' END AS usage
     ), woken AS (
         INSERT INTO wakes (created_at, run_id)
         SELECT DISTINCT v_now, parent_id FROM ended WHERE terminal AND parent_id IS NOT NULL
@@ -71,6 +74,10 @@ BEGIN
                payload || CASE WHEN outcome = 'completed' THEN jsonb_build_object('attempt', attempt)
                                WHEN terminal THEN jsonb_build_object('attempt', attempt, 'failures', failures)
                                ELSE jsonb_build_object('attempt', attempt, 'reason', outcome, 'due_at', due_at) END
+                       || CASE WHEN terminal AND performance IS NOT NULL
+                               THEN performance_keys(run_id, performance, attempt, created_at, started_at, lease_owner,
+                                                     attempt_at, usage, v_now)
+                               ELSE '{}' END
           FROM ended
     )
     SELECT array_agg(run_id), EXISTS (SELECT 1 FROM woken) INTO v_done, v_woke FROM ended;

@@ -1,13 +1,13 @@
 -- status: reading runs. Nothing here writes or locks.
 
--- What is now, for some runs. Missing ones are left out.
+-- What is now, for some runs. Missing ones are left out. log_store: external, where a ledger elsewhere gets their logs.
 CREATE OR REPLACE FUNCTION @schema@.read_runs(p_run_ids text[])
 RETURNS TABLE (
     run_id text, play text, status text, org_id text, priority smallint, labels jsonb, release_id text,
     created_at timestamptz, started_at timestamptz, finished_at timestamptz, due_at timestamptz, attempt integer,
     failures integer, crashes integer, wait_kind text, wait_key text, wait_until timestamptz, host text,
     lease_expires_at timestamptz, last_seq integer, acked_seq integer, lane_error text, parent_id text, root_id text,
-    waits jsonb, environment text, updated_at timestamptz
+    waits jsonb, environment text, updated_at timestamptz, log_store text
 )
 LANGUAGE sql STABLE
 @lookup@
@@ -20,7 +20,7 @@ AS $$
                 ELSE coalesce(h.name || ' pid ' || h.pid, r.lease_owner::text) END,
            nullif(r.lease_expires_at, 'infinity'), r.last_seq, r.acked_seq, r.lane_error, r.parent_id, r.root_id,
            CASE WHEN r.wait_kind IS NOT NULL THEN standing_waits(r.run_id, r.wait_seq) END,
-           r.environment, f.created_at
+           r.environment, f.created_at, CASE WHEN r.receiver <> '' THEN 'external' END
       FROM unnest(p_run_ids) AS i (run_id)
       JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id])
       LEFT JOIN hosts h ON h.host = r.lease_owner
@@ -28,11 +28,13 @@ AS $$
 $$;
 
 -- What the full form of a status has on top: the launch without its input, the end, and why nothing happens.
--- `served`: a host that claims such runs was seen within the last minute.
+-- `served`: a host that claims such runs was seen within the last minute. `runtime_backend`: the provider of the latest
+-- sandbox that the run asked for; NULL: it has run on hosts alone.
 CREATE OR REPLACE FUNCTION @schema@.read_run_details(p_run_id text)
 RETURNS TABLE (
     accepted_at timestamptz, launch jsonb, terminal jsonb, array_input boolean, receiver text, terminal_receiver text,
-    concurrency_key text, idempotency_key text, log_lane_error text, served boolean
+    concurrency_key text, idempotency_key text, log_lane_error text, served boolean,
+    runtime_backend text
 )
 LANGUAGE sql STABLE
 @seek@
@@ -40,7 +42,9 @@ AS $$
     SELECT f.created_at, f.payload - 'input' - 'request', t.payload, r.array_input, r.receiver, r.terminal_receiver,
            r.concurrency_key, r.idempotency_key, l.lane_error,
            EXISTS (SELECT 1 FROM hosts h
-                    WHERE r.bucket = ANY (h.buckets) AND h.seen_at > clock() - interval '1 minute')
+                    WHERE r.bucket = ANY (h.buckets) AND h.seen_at > clock() - interval '1 minute'),
+           (SELECT nullif(s.provider, '') FROM sandboxes s WHERE s.run_id = ANY (ARRAY[r.run_id])
+             ORDER BY s.attempt DESC LIMIT 1)
       FROM runs r
       JOIN facts f ON f.run_id = ANY (ARRAY[r.run_id]) AND f.lane = 0 AND f.seq = 1
       LEFT JOIN facts t ON t.run_id = ANY (ARRAY[r.run_id]) AND t.lane = 0 AND t.seq = r.terminal_seq

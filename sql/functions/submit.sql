@@ -8,7 +8,7 @@
 -- Options: run_id, idempotency_key, org_id, priority, delay (seconds), at (timestamp), labels, release_id,
 -- environment, concurrency_key, receiver (as runs carry it), unique_key, unique_for_s (seconds; absent: until the run
 -- has ended), on_conflict (reject, existing or replace; of the unique key), surface, trigger, scope, terminal_receiver,
--- array_input_receiver, notify (default true).
+-- array_input_receiver, terminal_performance (basic or full), notify (default true).
 
 CREATE OR REPLACE FUNCTION @schema@.refuse(p_field text, p_reason text) RETURNS void
 LANGUAGE plpgsql
@@ -105,6 +105,7 @@ BEGIN
         'receiver', text_option(p_options, 'receiver', 128),
         'terminal_receiver', text_option(p_options, 'terminal_receiver', 128),
         'array_input_receiver', text_option(p_options, 'array_input_receiver', 128),
+        'terminal_performance', choice_option(p_options, 'terminal_performance', '{basic, full}'),
         'concurrency_key', text_option(p_options, 'concurrency_key', 255))), '{}');
 END
 $$;
@@ -156,7 +157,7 @@ DECLARE
 BEGIN
     PERFORM check_options(p_options, '{run_id, idempotency_key, org_id, priority, delay, at, labels, release_id,
         environment, concurrency_key, receiver, unique_key, unique_for_s, on_conflict, surface, trigger, scope,
-        terminal_receiver, array_input_receiver, notify}');
+        terminal_receiver, array_input_receiver, terminal_performance, notify}');
     PERFORM check_payload('input', p_input);
     IF NOT EXISTS (SELECT 1 FROM plays WHERE name = p_play) THEN
         PERFORM refuse('play', format('no host has ever registered a play named %L', coalesce(p_play, 'NULL')));

@@ -87,7 +87,7 @@ BEGIN
           FROM crashed c
          WHERE r.run_id = ANY (ARRAY[c.run_id]) AND r.lease_expires_at IS NOT NULL
         RETURNING r.run_id, r.attempt, r.lease_token, r.lease_owner, r.attempt_at, r.last_seq, r.crashes, r.failures,
-                  r.parent_id, c.outcome, c.error, c.final
+                  r.parent_id, r.created_at, r.started_at, r.performance, c.outcome, c.error, c.final
     ), woken AS (
         INSERT INTO wakes (created_at, run_id)
         SELECT DISTINCT p_now, parent_id FROM gone WHERE final AND parent_id IS NOT NULL
@@ -105,6 +105,10 @@ BEGIN
                                   format('%s attempts ended without a word: their host or sandbox died, or lost its database',
                                          crashes))
                              ELSE error END)
+                        || CASE WHEN performance IS NOT NULL
+                                THEN performance_keys(run_id, performance, attempt, created_at, started_at, lease_owner,
+                                                      attempt_at, NULL, p_now)
+                                ELSE '{}' END
                     ELSE jsonb_strip_nulls(jsonb_build_object(
                         'attempt', attempt, 'reason', outcome, 'due_at', p_now, 'error', error)) END
           FROM gone

@@ -51,7 +51,8 @@ async def types(rt: Runtime, run_id: str) -> list[str]:
 
 async def test_a_play_runs_in_a_sandbox_and_takes_no_slot(hosts: Hosts, provider: LocalProvider) -> None:
     async with hosting(hosts, provider, sandboxed.boxed, slots=1) as rt:
-        handles = [await rt.submit(sandboxed.boxed, {"echo": n, "work_s": 1.0}) for n in range(3)]
+        inputs = [{"echo": n, "work_s": 1.0} for n in range(3)]
+        handles = [await rt.submit(sandboxed.boxed, each, terminal_performance="full") for each in inputs]
         outputs = [await handle.result(timeout=WITHIN_S) for handle in handles]
         assert [output["echo"] for output in outputs] == [0, 1, 2]
         assert len({output["pid"] for output in outputs} | {os.getpid()}) == 4
@@ -59,6 +60,14 @@ async def test_a_play_runs_in_a_sandbox_and_takes_no_slot(hosts: Hosts, provider
         assert [fact.type for fact in facts] == [
             "run.created", "run.started", "run.waiting", "run.progress", "run.completed", "run.log",
         ]  # fmt: skip
+        details = (await rt.status(handles[0].run_id, full=True)).details
+        assert details is not None
+        assert details.runtime_backend == provider.key  # N-3
+        assert details.performance is not None
+        assert details.performance.sandbox_s >= 1.0
+        assert details.performance.usage is not None  # E-35: as its runner measured it
+        assert details.performance.usage.cpu_s > 0
+        assert details.performance.usage.peak_memory_bytes > 2**20
         rows = await hosts.ask("SELECT count(*), count(DISTINCT run_id) FROM @.compute_records")
         assert tuple(rows[0]) in {(6, 3), (4, 2), (2, 1), (0, 0)}
 

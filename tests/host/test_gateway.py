@@ -112,6 +112,7 @@ class Runner:
 
     url: str
     token: str
+    run_id: str
 
     def forged(self, secret: bytes, **changes: Any) -> str:
         claims = jwt.decode(self.token, options={"verify_signature": False})
@@ -128,7 +129,7 @@ async def hosting(hosts: Hosts, provider: Pretended, **more: Any) -> AsyncIterat
 
 async def launched(rt: Runtime, provider: Pretended) -> Runner:
     """A detached attempt whose runner is the test."""
-    handle = await rt.submit(sandboxed.pretended, {})
+    handle = await rt.submit(sandboxed.pretended, {}, terminal_performance="full")
 
     async def waits() -> bool:
         return "run.waiting" in [fact.type for fact in await rt.facts(handle.run_id)]
@@ -138,7 +139,7 @@ async def launched(rt: Runtime, provider: Pretended) -> Runner:
     status = await rt.status(handle.run_id)
     assert status.host == f"sandbox {spec.sandbox} (pretended)"
     assert status.lease_expires_at is None
-    return Runner(f"http://127.0.0.1:{rt.health_port}", spec.env[TOKEN])
+    return Runner(f"http://127.0.0.1:{rt.health_port}", spec.env[TOKEN], handle.run_id)
 
 
 def tokens_of(rt: Runtime) -> bytes:
@@ -250,9 +251,14 @@ async def test_a_result_that_could_not_be_settled_is_not_kept(hosts: Hosts) -> N
                 assert told in said.json()["message"]
             assert await hosts.value("SELECT count(*) FROM @.runner_results") == 0
             said = await client.post(
-                "/v1/runner/result", json={"outcome": "completed", "payload": '{"output": 1}'}
+                "/v1/runner/result",
+                json={"outcome": "completed", "payload": '{"output": 1}', "usage": {"cpu_s": "much"}},
             )
             assert said.json() == {"answer": "settled", "first": True}
+            details = (await rt.status(runner.run_id, full=True)).details  # E-36: it costs no result
+            assert details is not None
+            assert details.performance_unavailable == "invalid_usage"
+            assert details.performance is not None
 
 
 async def test_a_sandbox_that_comes_into_being_too_late_is_deleted_all_the_same(hosts: Hosts) -> None:

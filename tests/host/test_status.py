@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
 
-from runtime import Context, RunFailed, RunNotFound, play
+from runtime import Context, InputRefused, MemoryLedger, RunFailed, RunNotFound, play
 from runtime import _cli_show as show
 from runtime.testing import Lab
 from tests.support import servers
@@ -42,7 +43,7 @@ async def test_the_light_form_reads_the_row_and_names_its_schema(runlane: Lab) -
         assert (now.run_id, now.org_id, now.status, now.play) == (handle.run_id, "o", "completed", "echo")
         assert (now.environment, now.release_id) == ("test", "r1")
         assert now.schema == runlane.config().schema
-        assert now.details is None
+        assert now.details is None  # so nothing of what it ran in
         assert now.started_at is not None
         assert now.created_at <= now.started_at
         assert now.updated_at == now.finished_at
@@ -79,6 +80,52 @@ async def test_the_full_form_tells_where_a_launch_came_from(runlane: Lab) -> Non
         details = (await rt.status(plain.run_id, full=True)).details
         assert details is not None
         assert (details.surface, details.trigger, details.scope, details.unique_key) == (None,) * 4
+        assert details.runtime_backend is None  # N-3: it runs on hosts
+
+
+async def test_where_the_logs_go_is_told_only_where_that_is_elsewhere(runlane: Lab) -> None:  # N-4
+    class Elsewhere(MemoryLedger):
+        receiver = "https://ledger.example"
+
+    for ledger, told in ((None, None), (Elsewhere(), "external")):
+        async with runlane.open(echo, ledger=ledger) as rt:
+            handle = await rt.submit(echo, 1)
+            for full in (False, True):
+                now = await rt.status(handle.run_id, full=full)
+                assert now.log_store == told
+                assert ("log_store" in show.run_json(now)) == (told is not None)
+            await handle.result(10)
+
+
+async def test_a_launch_that_asks_hears_how_its_run_went(
+    runlane: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:  # E-37, E-39
+    async with runlane.open(echo, boom) as rt:
+        ledger = f"SELECT performance FROM {runlane.config().schema}.ledger_runs WHERE run_id = '{{}}'"
+        for which, asked in ((echo, "basic"), (boom, "full"), (echo, None)):
+            handle = await rt.submit(which, *[1] if which is echo else [], terminal_performance=asked)
+            with contextlib.suppress(RunFailed):
+                await handle.result(10)
+            now = await rt.status(handle.run_id, full=True)
+            assert now.details is not None
+            said = (await rt.facts(handle.run_id))[-1].payload
+            assert ("performance" in said, "performance_unavailable" in said) == (asked is not None,) * 2
+            measured = now.details.performance
+            assert (measured is None) == (asked is None)
+            if measured is not None:
+                assert 0 < measured.host_s <= measured.total_s < 10
+                assert measured.attempts == 1
+                assert now.details.performance_unavailable is None
+                show.show_run(now, [], [])
+                assert "s on hosts" in capsys.readouterr().out
+
+                async def kept(text: str = ledger.format(handle.run_id)) -> Any:
+                    return servers.ask(runlane.config().dsn or "", text)
+
+                assert json.loads((await eventually(kept))[0][0] or "null") == said["performance"]
+        for bad in ("much", True, 1):
+            with pytest.raises(InputRefused, match="terminal_performance"):
+                await rt.submit(echo, 1, terminal_performance=bad)  # type: ignore[arg-type]
 
 
 async def test_the_full_form_tells_how_a_run_has_ended(runlane: Lab) -> None:  # N-1

@@ -295,6 +295,15 @@ async def _settle(kernel: Kernel, batch: Batch) -> None:
         assert all(answer.answer == expected for answer in answers)
 
 
+async def _settle_and_measure(kernel: Kernel, _: Batch) -> None:
+    extras = '{"terminal_performance": "full"}'
+    items = [kernel.submission(extras=extras, claim=True) for _ in range(ITEMS)]
+    assert all(answer.claimed for answer in await kernel.admit(items))
+    endings = [settle.Settlement(item.run_id, 1, item.request, "completed") for item in items]
+    answers = await settle.settle(kernel.session, endings)
+    assert all(answer.answer == "done" for answer in answers)
+
+
 async def _defer(kernel: Kernel, batch: Batch) -> None:
     payload = json.dumps({"error": {"kind": "out"}})
     for _ in range(2):
@@ -595,6 +604,7 @@ CALLS: dict[str, Call] = {
     "renew": _renew,
     "renew lost leases": _renew_lost,
     "settle": _settle,
+    "settle and measure": _settle_and_measure,
     "defer": _defer,
     "park": _park,
     "wait for events": _wait_for_events,

@@ -269,6 +269,8 @@ async def test_a_key_taken_behind_the_callers_snapshot_is_never_taken_twice(
         ({"scope": "galaxy"}, "options.scope"),
         ({"terminal_receiver": ""}, "options.terminal_receiver"),
         ({"array_input_receiver": 7}, "options.array_input_receiver"),
+        ({"terminal_performance": "much"}, "options.terminal_performance"),
+        ({"terminal_performance": True}, "options.terminal_performance"),
     ],
 )
 async def test_bad_options_are_refused_by_name(
@@ -284,20 +286,23 @@ async def test_bad_options_are_refused_by_name(
 
 async def test_what_a_launch_says_of_itself_is_in_the_first_fact(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
-        said = {"surface": "sdk", "trigger": "sql_listener", "scope": "system", "terminal_receiver": "keeper"}
+        said = {
+            "surface": "sdk", "trigger": "sql_listener", "scope": "system", "terminal_receiver": "keeper",
+            "terminal_performance": "full",
+        }  # fmt: skip
         run_id = await kernel.fetchval(
             "SELECT run_id FROM @schema@.submit_run('alpha', '1', $1)",
             json.dumps({**said, "unique_key": "k"}),
         )
         row = await kernel.fetch(
-            """SELECT f.payload, f.created_at = r.created_at AS accepted, r.terminal_receiver
+            """SELECT f.payload, f.created_at = r.created_at AS accepted, r.terminal_receiver, r.performance
                  FROM @schema@.facts f JOIN @schema@.runs r USING (run_id) WHERE run_id = $1""",
             run_id,
         )
         payload = json.loads(row[0]["payload"])
         assert {name: payload[name] for name in said} == said
         assert payload["unique"] == {"key": "k", "on_conflict": "reject"}
-        assert (row[0]["accepted"], row[0]["terminal_receiver"]) == (True, "keeper")
+        assert tuple(row[0])[1:] == (True, "keeper", "full")
 
 
 def test_the_closed_lists_of_the_sql_door_are_those_of_python() -> None:
