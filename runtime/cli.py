@@ -113,6 +113,12 @@ def demo(seconds: float) -> None:
     metavar="MODULE[:ATTR]",
     help="A module with plays, or a play or list of plays in it. Repeatable.",
 )
+@click.option(
+    "--sandboxes",
+    "sandboxes_target",
+    metavar="MODULE:ATTR",
+    help="A dict of providers of sandboxes, by the names that plays give. local is there without it.",
+)
 @click.option("--slots", type=int, help="Attempts that run here at once.  [RUNLANE_SLOTS]")
 @click.option("--health-host", help="Address of the health server.  [RUNLANE_HEALTH_HOST]")
 @click.option("--health-port", type=int, help="Its port; 0 takes any free one.  [RUNLANE_HEALTH_PORT]")
@@ -124,6 +130,7 @@ def demo(seconds: float) -> None:
 @click.option("--stop-with-stdin", is_flag=True, hidden=True, help="Stop at the end of stdin, too.")
 def serve(
     targets: tuple[str, ...],
+    sandboxes_target: str | None,
     slots: int | None,
     health_host: str | None,
     health_port: int | None,
@@ -139,7 +146,7 @@ def serve(
     \b
     Examples:
       runlane serve --plays myapp.plays
-      runlane serve --plays myapp.plays:nightly --slots 50 --health-port 8080
+      runlane serve --plays myapp.plays:nightly --slots 50 --health-port 8080 --sandboxes myapp.boxes:providers
     """
     settings = settings_of_command()
     config = settings.config(
@@ -149,6 +156,7 @@ def serve(
         log_level=log_level and log_level.upper(),
     )
     plays, schedules = hosting.load_plays(targets), hosting.load_schedules(targets)
+    sandboxes = hosting.load_sandboxes(sandboxes_target) if sandboxes_target else None
     logs.configure(config.log_level)
 
     def announce(runtime: Runtime) -> None:
@@ -160,7 +168,15 @@ def serve(
         sys.stdout.flush()
 
     trio.run(
-        partial(hosting.serve, config, plays, announce, schedules=schedules, stop_with_stdin=stop_with_stdin)
+        partial(
+            hosting.serve,
+            config,
+            plays,
+            announce,
+            schedules=schedules,
+            sandboxes=sandboxes,
+            stop_with_stdin=stop_with_stdin,
+        )
     )
 
 

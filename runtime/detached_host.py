@@ -55,7 +55,7 @@ def providers_of(
         if sandbox not in known:
             names = ", ".join(sorted(known)) or "none"
             raise ConfigError(
-                f"play {play!r} wants sandbox {sandbox!r}: give it in sandboxes= (known: {names})"
+                f"play {play!r} wants sandbox {sandbox!r}: give it in sandboxes=, or with --sandboxes (known: {names})"
             )
         if getattr(known[sandbox], "remote", False) and not _found_from_elsewhere(config.gateway_url):
             raise ConfigError(

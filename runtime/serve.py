@@ -1,7 +1,7 @@
 """``serve``: a process that hosts plays until a signal.
 
-Owns how plays are found by name, what a signal means, and the one line that says the host is ready. It never
-decides how a host stops: the runtime does.
+Owns how plays and providers of sandboxes are found by name, what a signal means, and the one line that says the host
+is ready. It never decides how a host stops: the runtime does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ from actors.core.groups import leaves
 from runtime.api import Runtime
 from runtime.config import RuntimeConfig
 from runtime.plays import Play, index_plays
+from runtime.sandboxes import SandboxProvider
 from runtime.schedules import Schedule
 from sql.errors import ConfigError, RunlaneError
 
@@ -50,10 +51,19 @@ def load_schedules(targets: Sequence[str]) -> list[Schedule]:
     return [one for one in _named(targets) if isinstance(one, Schedule)]
 
 
+def load_sandboxes(target: str) -> dict[str, SandboxProvider]:
+    """The providers of sandboxes by name that a ``module:attr`` target names, a dict. Raises ConfigError."""
+    option = f"--sandboxes {target!r}"
+    value = _value(target, option)
+    if not isinstance(value, Mapping) or not all(
+        isinstance(name, str) and hasattr(one, "key") and callable(getattr(one, "create", None))
+        for name, one in value.items()
+    ):
+        raise ConfigError(f"{option}: it is no dict of providers by their names")
+    return dict(value)
+
+
 def _named(targets: Sequence[str]) -> list[Any]:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
     found: list[Any] = []
     for target in targets:
         found += [one for one in _named_by(target) if one not in found]
@@ -61,22 +71,32 @@ def _named(targets: Sequence[str]) -> list[Any]:
 
 
 def _named_by(target: str) -> list[Any]:
-    name, colon, attribute = target.partition(":")
-    if not _MODULE.fullmatch(name) or (colon and not attribute):
-        raise ConfigError(f"--plays {target!r}: write it as module or module:attr")
-    value: Any = _module(name, target)
-    for part in attribute.split(".") if attribute else ():
-        if not hasattr(value, part):
-            raise ConfigError(f"--plays {target!r}: {name} has no {attribute!r}")
-        value = getattr(value, part)
+    option = f"--plays {target!r}"
+    value = _value(target, option)
     if isinstance(value, ModuleType):
         value = [one for one in vars(value).values() if isinstance(one, (Play, Schedule))]
         if not any(isinstance(one, Play) for one in value):
-            raise ConfigError(f"--plays {target!r}: there is no play in it")
+            raise ConfigError(f"{option}: there is no play in it")
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _module(name: str, target: str) -> ModuleType:
+def _value(target: str, option: str) -> Any:
+    """What a target names. ``option``: how an error begins."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    name, colon, attribute = target.partition(":")
+    if not _MODULE.fullmatch(name) or (colon and not attribute):
+        raise ConfigError(f"{option}: write it as module or module:attr")
+    value: Any = _module(name, option)
+    for part in attribute.split(".") if attribute else ():
+        if not hasattr(value, part):
+            raise ConfigError(f"{option}: {name} has no {attribute!r}")
+        value = getattr(value, part)
+    return value
+
+
+def _module(name: str, option: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -85,14 +105,14 @@ def _module(name: str, target: str) -> ModuleType:
             problem = f"there is no module {missing!r} here or on sys.path"
         else:
             problem = f"{name} imports {missing!r}, which is not there"
-        raise ConfigError(f"--plays {target!r}: {problem}") from error
+        raise ConfigError(f"{option}: {problem}") from error
     except RunlaneError:
         raise
     except Exception as error:  # the module is the user's: it may raise anything
-        raise _import_failed(target, error) from error
+        raise _import_failed(option, error) from error
 
 
-def _import_failed(target: str, error: Exception) -> ConfigError:
+def _import_failed(option: str, error: Exception) -> ConfigError:
     """One line that says what and where, and the frames that are neither ours nor the import system's as a note."""
     frames = [
         frame
@@ -102,7 +122,7 @@ def _import_failed(target: str, error: Exception) -> ConfigError:
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if frames and not isinstance(error, SyntaxError):  # which says itself where it is
         said += f" ({frames[-1].filename}, line {frames[-1].lineno})"
-    failure = ConfigError(f"--plays {target!r}: importing it failed: {said}")
+    failure = ConfigError(f"{option}: importing it failed: {said}")
     if frames:
         failure.add_note("".join(traceback.format_list(frames)).rstrip())
     return failure
@@ -134,6 +154,7 @@ async def serve(
     announce: Callable[[Runtime], None],
     *,
     schedules: Sequence[Schedule] = (),
+    sandboxes: Mapping[str, SandboxProvider] | None = None,
     stop_with_stdin: bool = False,
 ) -> None:
     """Host the plays until SIGTERM or SIGINT (or the end of stdin), and return when everything is handed back.
@@ -148,7 +169,7 @@ async def serve(
             if stop_with_stdin:
                 nursery.start_soon(_watch_stdin, stop)
             with stop.starting:
-                await _host(config, plays, schedules, announce, stop)
+                await _host(config, plays, schedules, sandboxes, announce, stop)
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         failure = _main_error(group)
@@ -160,10 +181,11 @@ async def _host(
     config: RuntimeConfig,
     plays: Sequence[Play],
     schedules: Sequence[Schedule],
+    sandboxes: Mapping[str, SandboxProvider] | None,
     announce: Callable[[Runtime], None],
     stop: _Stop,
 ) -> None:
-    async with Runtime.open(config, plays=plays, schedules=schedules) as runtime:
+    async with Runtime.open(config, plays=plays, schedules=schedules, sandboxes=sandboxes) as runtime:
         stop.runtime = runtime
         announce(runtime)
         await stop.asked.wait()

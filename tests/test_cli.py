@@ -26,7 +26,7 @@ from runtime import InvalidPlay, RuntimeConfig, _client, logs
 from runtime._cli_base import exit_code_of
 from runtime.cli import cli
 from runtime.embedded import EmbeddedMissing
-from runtime.serve import load_plays
+from runtime.serve import load_plays, load_sandboxes
 from sql import errors
 from sql.connection import Session
 from sql.errors import ConfigError, LinkLost
@@ -846,6 +846,11 @@ def test_serve_refuses_what_cannot_work(bare: Command, dsn: str, schema: str) ->
     where = ["--dsn", dsn, "--schema", schema]
     bare("serve", "--plays", "no_such_module", *where).refused(2, "no_such_module")
     bare("serve", "--plays", hosting.PLAYS, "--slots", "0", *where).refused(2, "slots")
+    # With the providers that it wants, what is missing is the server for their runners.
+    boxed = ["--plays", "tests.support.sandboxed:pretended"]
+    bare("serve", *boxed, *where).refused(2, "sandboxes=")
+    given = ["--sandboxes", "tests.support.sandboxed:providers"]
+    bare("serve", *boxed, *given, *where).refused(2, "health_port")
     nowhere = f"postgresql://127.0.0.1:{_closed_port()}/db"
     process = hosting.spawn("serve", "--plays", hosting.PLAYS, dsn=nowhere, schema=schema)
     _, err = process.communicate(timeout=hosting.PATIENCE_S)
@@ -920,6 +925,18 @@ def test_plays_of_a_module_a_list_and_one_by_one() -> None:
 def test_a_bad_target_is_named(target: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_plays([target])
+
+
+def test_providers_of_sandboxes_are_found_like_plays() -> None:
+    assert [*load_sandboxes("tests.support.sandboxed:providers")] == ["pretended"]
+    for target, words in {
+        "tests.support.nothing:providers": "no module 'tests.support.nothing'",
+        "tests.support.sandboxed": "no dict of providers",
+        f"{hosting.PLAYS}:quick": "no dict of providers",
+        f"{hosting.PLAYS}:nothing": "has no 'nothing'",
+    }.items():
+        with pytest.raises(ConfigError, match=f"--sandboxes .*{words}"):
+            load_sandboxes(target)
 
 
 def test_what_is_no_play_is_refused() -> None:

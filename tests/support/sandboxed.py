@@ -135,3 +135,6 @@ async def boxed_dies(ctx: Context, data: dict[str, Any]) -> int:
 async def pretended(ctx: Context, data: dict[str, Any]) -> int:
     """Never runs here: the test is its runner."""
     return ctx.attempt
+
+
+providers = {"pretended": Pretended()}
