@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import trio
 
 from runtime.sandboxes.base import Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
-from runtime.sandboxes.remote import Calls, how_it_ended, limited, short_name
+from runtime.sandboxes.remote import AT_ONCE, Calls, how_it_ended, limited, short_name
 from sql.errors import ConfigError, InputRefused
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class DaytonaProvider:
         # Without retries of its own: a request then takes no longer than it may, and who asks asks again.
         self._client = daytona_api_client.ApiClient(
             daytona_api_client.Configuration(
-                host=(api_url or os.environ.get("DAYTONA_API_URL") or _API_URL).rstrip("/"), retries=0
+                host=(api_url or os.environ.get("DAYTONA_API_URL") or _API_URL).rstrip("/"),
+                connection_pool_maxsize=AT_ONCE,
+                retries=0,
             )
         )
         self._headers = {"Authorization": f"Bearer {credential}", "X-Daytona-Source": "runlane"}
@@ -293,7 +295,7 @@ class DaytonaProvider:
     def _inspect(self, ref: SandboxRef) -> Inspection:
         box = self._find(ref)
         if box is None:
-            return Inspection("absent")
+            return Inspection("absent", routing_domain=self._organization)
         state, where = _state(box), box.organization_id
         if state in _OVER:
             return Inspection("ended", {"reason": f"the sandbox is {state}{_reason(box)}"}, where)

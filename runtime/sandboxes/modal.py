@@ -185,16 +185,17 @@ class ModalProvider:
     async def _inspect(self, ref: SandboxRef) -> Inspection:
         from modal.exception import NotFoundError
 
+        where = ref.routing_domain or self._environment
         try:
             box = await self._find(ref)
             code = await box.poll.aio()
         except NotFoundError:
-            return Inspection("absent")
+            return Inspection("absent", routing_domain=where)
         if code is None:
-            return Inspection("running", routing_domain=ref.routing_domain or self._environment)
+            return Inspection("running", routing_domain=where)
         # One that was killed, mostly by ourselves, had no last words.
         said = "" if code == _KILLED else await self._tail(box)
-        return Inspection("absent", how_it_ended(code, said), ref.routing_domain)
+        return Inspection("absent", how_it_ended(code, said), where)
 
     async def _tail(self, box: modal.Sandbox) -> str:
         """What it said, which is only good to know: that it has ended is certain without it."""

@@ -21,18 +21,21 @@ from runtime.sandboxes.base import SandboxFault
 
 T = TypeVar("T")
 
+AT_ONCE = 40
+"""Calls of one provider side by side: as many threads, and as many connections where each has its own."""
+
 _FITS = re.compile(r"[A-Za-z0-9._-]{1,63}")
 
 
 class Calls:
-    """Calls of one provider's blocking client, at most ``at_once`` of them, each for its own time.
+    """Calls of one provider's blocking client, each for its own time.
 
     The threads are the provider's alone: when it hangs, nobody else waits for them.
     """
 
-    def __init__(self, provider: str, *, at_once: int = 40) -> None:
+    def __init__(self, provider: str) -> None:
         self._provider = provider
-        self._threads = trio.CapacityLimiter(at_once)
+        self._threads = trio.CapacityLimiter(AT_ONCE)
 
     async def __call__(self, call: Callable[[], T], *, within_s: float) -> T:
         """What the call answers. Cut short, it goes on behind our back, so it has to end by itself.
