@@ -26,6 +26,7 @@ CHILDREN = {
     "receiver": "bench.delivery:received",
     "steps": "bench.steps:stepped",
     "bridge": "bench.bridge:crossed",
+    "cancel": "bench.cancel:cancelled",
 }
 
 

@@ -18,6 +18,7 @@ import trio
 from actors.core import leaves
 from bench import (
     bridge,
+    cancel,
     delivery,
     drain,
     fairness,
@@ -207,6 +208,35 @@ def growth_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
 def latency_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
     """One run on an idle host: submit, start, terminal, ledger."""
     _measure(partial(latency.run, **options), dsn, as_json)
+
+
+@cli.command("cancel")
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 100_000),
+    default=200,
+    show_default=True,
+    help="Cancellations in each way.",
+)
+@click.option(
+    "--held",
+    type=click.IntRange(1, 10_000),
+    default=100,
+    show_default=True,
+    help="Plays that run at the same time.",
+)
+@click.option(
+    "--gap",
+    "gap_s",
+    type=click.FloatRange(0.0, 60.0),
+    default=0.02,
+    show_default=True,
+    help="Seconds between two, on average.",
+)
+@_scenario
+def cancel_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
+    """How soon a running play sees that it was cancelled, by whichever host. Exits 1 where p99 is above 100 ms."""
+    _measure(partial(cancel.run, **options), dsn, as_json)
 
 
 @cli.command("idle")

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from bench import (
     bridge,
+    cancel,
     children,
     delivery,
     drain,
@@ -123,6 +124,16 @@ async def test_growth_compares_calls_with_empty_tables(tidy: str) -> None:
         ratios = [one["ratio"] for one in report.rounds if one["held"] and one["case"] == case]
         assert len(ratios) == 10
         assert held is (max(ratios) <= growth.MOST)
+
+
+async def test_cancel_is_seen_whoever_asks(tidy: str) -> None:
+    report = await cancel.run(tidy, samples=3, held=4, gap_s=0.0)
+    found = figures(report)
+    assert len(found) == 9
+    work, *bounds = report.checks.items()  # how fast the machine is, is not judged here
+    assert work == ("every cancelled run is cancelled", True)
+    assert len(bounds) == 3
+    assert 0 < max(found.values()) < 30_000
 
 
 async def test_latency_takes_its_steps_in_order(tidy: str) -> None:
