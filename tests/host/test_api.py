@@ -75,6 +75,7 @@ async def typed(_: Context, order: Order) -> Order:
 
 @pytest.mark.modes
 async def test_a_run_goes_from_submit_to_its_output_and_every_fact_reaches_the_ledger(hosts: Hosts) -> None:
+    """E-3, E-20, E-42, E-43."""
     async with hosts.open(echo) as rt:
         handle = await rt.submit(echo, {"path": "/x", "n": [1, 2.5, None, True, "ä"]})
         assert handle.created is True
@@ -120,6 +121,7 @@ async def test_an_input_that_does_not_fit_the_plays_type_fails_its_run_elsewhere
 
 
 async def test_a_failed_run_says_what_failed_and_where(hosts: Hosts) -> None:
+    """E-3, E-8, E-43, E-47."""
     async with hosts.open(boom) as rt:
         handle = await rt.submit(boom, "no such file")
         with pytest.raises(RunFailed) as caught:
@@ -138,6 +140,7 @@ async def test_a_failed_run_says_what_failed_and_where(hosts: Hosts) -> None:
 
 @pytest.mark.modes
 async def test_results_are_told_to_any_host_and_to_a_client_without_plays(hosts: Hosts) -> None:
+    """E-4, O-1."""
     async with hosts.open(echo, forever) as rt, hosts.open() as client:
         assert client.plays == {}
         handle = await client.submit("echo", "over there")
@@ -568,8 +571,11 @@ OUTPUTS: dict[str, Callable[[], Any]] = {
 
 
 async def test_an_output_that_cannot_be_stored_is_replaced_visibly(hosts: Hosts) -> None:
+    """E-18, E-20."""
+
     @play("strange")
-    async def strange(_: Context, name: str) -> Any:
+    async def strange(ctx: Context, name: str) -> Any:
+        ctx.log(name)
         return OUTPUTS[name]()
 
     async with hosts.open(strange) as rt:
@@ -577,7 +583,8 @@ async def test_an_output_that_cannot_be_stored_is_replaced_visibly(hosts: Hosts)
             handle = await rt.submit(strange, name)
             output = await handle.result(timeout=10)
             assert output["$replaced"]["reason"], name
-            terminal = (await rt.facts(handle.run_id))[-1]
+            *_, terminal, said = await rt.facts(handle.run_id)
+            assert said.payload["message"] == name  # what it said stands, whatever becomes of what it gave
             assert terminal.type == "run.completed"
             assert terminal.payload["replaced"]
             await hosts.check([handle.run_id])

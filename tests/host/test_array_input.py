@@ -43,7 +43,7 @@ async def test_a_play_registers_before_it_stages(hosts: Hosts, which: Any) -> No
         assert tuple(row) == (True, "keeper")
 
 
-async def test_a_launch_without_a_receiver_may_stage_nothing(hosts: Hosts) -> None:  # M-7
+async def test_a_launch_without_a_receiver_may_stage_nothing(hosts: Hosts) -> None:  # M-7, M-11
     async with hosts.open(stages) as rt:
         with pytest.raises(RunFailed, match="array_input_receiver: the run was submitted without one"):
             await (await rt.submit(stages)).result(10)

@@ -143,6 +143,7 @@ async def test_a_frozen_runner_loses_to_its_successor(hosts: Hosts, provider: Lo
 
 
 async def test_cancelling_ends_the_runner(hosts: Hosts, provider: LocalProvider) -> None:
+    """O-8."""
     async with hosting(hosts, provider, sandboxed.boxed) as rt:
         handle = await rt.submit(sandboxed.boxed, {"work_s": 60.0})
 

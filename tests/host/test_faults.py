@@ -411,7 +411,7 @@ LOST = ["admission", "claim", "settle", "settle park", "facts", "outbox", "contr
 
 @pytest.mark.parametrize("actor", LOST)
 async def test_a_call_whose_link_breaks_has_one_effect(hosts: Hosts, actor: str) -> None:
-    """4.1, 4.2, 4.6: the next life asks again, and the caller gets its answer."""
+    """4.1, 4.2, 4.6: the next life asks again, and the caller gets its answer (E-16, E-21)."""
     name = actor.split()[0]
     async with through_proxy(hosts, works, naps, endless, lease_s=9.0, renew_every_s=0.5) as (rt, proxy):
         long = await rt.submit(endless)
@@ -869,6 +869,7 @@ SHORT: dict[str, Any] = {"lease_s": 1.5, "renew_every_s": 0.4, "slots": 30}
 
 @pytest.mark.modes
 async def test_a_callers_open_cancellation_delays_nobody(hosts: Hosts) -> None:
+    """O-3."""
     async with hosts.open(works, endless, **SHORT) as rt, open_caller(hosts.dsn, hosts.schema) as caller:
         handles = await rt.submit_many([(endless, None)] * 5)
         for handle in handles:

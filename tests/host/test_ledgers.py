@@ -212,6 +212,8 @@ async def test_a_redelivery_is_the_same_delivery(hosts: Hosts, answer: Any) -> N
 
 
 async def test_a_rejected_delivery_blocks_its_lane_visibly_and_no_other(hosts: Hosts) -> None:
+    """M-11."""
+
     @attrs.define(eq=False)
     class Picky(Scripted):
         async def append(self, delivery: Delivery) -> None:

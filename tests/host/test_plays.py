@@ -277,6 +277,7 @@ BAD_WAITS: list[tuple[dict[str, Any], str]] = [
     ({"seconds": 10**400}, "seconds"),
     ({"seconds": "1"}, "seconds"),
     ({"seconds": True}, "seconds"),
+    ({"seconds": None}, "seconds"),
     ({"seconds": 1, "key": ""}, "key"),
     ({"seconds": 1, "key": "#1"}, "key"),
     ({"seconds": 1, "key": "x" * 256}, "key"),
@@ -287,6 +288,8 @@ BAD_WAITS: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_a_bad_wait_is_refused_by_name(hosts: Hosts) -> None:
+    """D-17."""
+
     @play("bad")
     async def bad(ctx: Context) -> list[str]:
         fields: list[str] = []
@@ -353,7 +356,7 @@ async def test_an_error_in_a_thread_fails_the_run(hosts: Hosts) -> None:
 
 
 async def test_what_a_cancelled_thread_does_later_is_refused(hosts: Hosts, trace: Trace) -> None:
-    """9.5, 10.4: nothing stops a thread; its slot is free at once, its late words and result count for nothing."""
+    """9.5, 10.4, O-2: nothing stops a thread; its slot is free at once, its late words and result count for nothing."""
     go = threading.Event()
 
     @play("stubborn")
@@ -509,6 +512,7 @@ async def test_parks_cost_no_retries(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("kind", ["async", "thread", "cleanup", "nursery"])
 async def test_an_attempt_that_takes_too_long_fails(hosts: Hosts, trace: Trace, kind: str) -> None:
+    """E-8."""
     go = threading.Event()
     if kind == "thread":
 
@@ -583,6 +587,7 @@ async def test_a_group_from_a_nursery_names_its_errors(hosts: Hosts) -> None:
 
 @pytest.mark.modes
 async def test_what_a_play_says_is_stored_soon_and_before_its_end(hosts: Hosts) -> None:
+    """E-9 to E-12, E-42."""
     go = trio.Event()
 
     @play("talks")
@@ -621,6 +626,8 @@ async def test_what_a_play_says_is_stored_soon_and_before_its_end(hosts: Hosts) 
 
 @pytest.mark.parametrize("ending", ["returns", "raises", "parks", "retries"])
 async def test_what_was_said_last_is_there_before_any_ending(hosts: Hosts, ending: str) -> None:
+    """E-9 to E-12, E-42."""
+
     @play("last", retries=1 if ending == "retries" else 0, backoff_s=0.0)
     async def last(ctx: Context) -> None:
         ctx.log(f"said in {ctx.attempt}")
@@ -689,6 +696,8 @@ async def test_more_facts_than_one_call_takes_are_stored_whole_and_in_order(
 
 
 async def test_odd_log_lines_never_fail(hosts: Hosts) -> None:
+    """E-44."""
+
     class Hostile:
         def __repr__(self) -> str:
             raise RuntimeError("no repr")
@@ -860,7 +869,7 @@ async def test_a_waiting_run_is_cancelled_and_never_wakes(hosts: Hosts, trace: T
 
 @pytest.mark.modes
 async def test_a_cancel_that_races_the_end_says_who_won(hosts: Hosts) -> None:
-    """9.1, 9.4: whatever the outcome says is what the run says, and there is one terminal."""
+    """9.1, 9.4: whatever the outcome says is what the run says, and there is one terminal (E-2, O-7)."""
 
     @play("instant")
     async def instant(_: Context) -> str:
@@ -891,6 +900,8 @@ async def test_a_cancel_that_races_the_end_says_who_won(hosts: Hosts) -> None:
 async def test_a_play_that_ends_normally_although_cancelled_stays_cancelled(
     hosts: Hosts, trace: Trace
 ) -> None:
+    """E-45, O-7."""
+
     @play("swallows")
     async def swallows(_: Context) -> str:
         trace("up")

@@ -35,7 +35,7 @@ async def listens(ctx: Context) -> Any:
     return await ctx.wait_event("approval", timeout=3600)
 
 
-async def test_the_light_form_reads_the_row_and_names_its_schema(runlane: Lab) -> None:  # N-1, N-2, N-5
+async def test_the_light_form_reads_the_row_and_names_its_schema(runlane: Lab) -> None:  # E-5, N-1, N-2, N-5
     async with runlane.open(echo, environment="test", release_id="r1") as rt:
         handle = await rt.submit(echo, 1, org_id="o", surface="sdk")
         await handle.result(10)

@@ -497,6 +497,8 @@ async def test_bad_events_are_refused_by_name(hosts: Hosts) -> None:
             await rt.send_event("r", "e", float("nan"))
         with pytest.raises(PayloadRefused, match="payload"):
             await rt.send_event("r", "e", "x" * 2_000_000)
+        with pytest.raises(RunNotFound, match="nobody"):
+            await rt.send_event("nobody", "e")
 
 
 async def test_a_key_that_named_another_wait_is_refused_on_replay(hosts: Hosts) -> None:
@@ -554,6 +556,7 @@ async def test_a_waiting_run_is_failed_without_waking(hosts: Hosts) -> None:
 async def test_a_cancellation_from_another_host_is_no_lost_lease(
     hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """O-1."""
     heard: list[str] = []
 
     @play("endless")

@@ -426,6 +426,7 @@ async def test_cancel_run_refuses_by_name(dsn: str, schema: str) -> None:
 async def test_cancel_run_is_part_of_the_callers_transaction_and_delays_nobody(
     dsn: str, schema: str, level: str
 ) -> None:
+    """L-6, O-3."""
     async with open_kernel(dsn, schema, lock_timeout_s=0.05) as kernel, open_caller(dsn, schema) as caller:
         cancel = kernel.render("SELECT @schema@.cancel_run($1, $2)")
         item = await kernel.started()

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from sql import facts
+from sql import control, facts
 from sql.claim import Claimed
+from sql.errors import KernelRefused
 from sql.waits import Wait
+from tests.kernel.test_runners import detached, push
 from tests.support.callers import open_caller
 from tests.support.invariants import check_invariants
 from tests.support.kernel import Kernel, child_of, open_kernel
@@ -38,7 +40,9 @@ WAITS = [
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=[wait.kind for wait in WAITS])
-async def test_a_parked_run_fails_without_waking(dsn: str, schema: str, wait: Wait) -> None:  # D-27, D-28
+async def test_a_parked_run_fails_without_waking(
+    dsn: str, schema: str, wait: Wait
+) -> None:  # D-27, D-28, E-9
     async with open_kernel(dsn, schema) as kernel:
         item = await parked(kernel, wait)
         assert await fail(kernel, item, wait) == ("failed", "failed")
@@ -89,7 +93,34 @@ async def test_what_has_come_meanwhile_is_not_lost(dsn: str, schema: str) -> Non
         assert json.loads(again.waits["answer"].payload or "") == 1
 
 
-async def test_a_request_to_cancel_goes_before_it(dsn: str, schema: str) -> None:  # D-30, O-4
+async def test_what_runs_in_a_sandbox_does_not_wait_and_what_waits_says_for_what(
+    dsn: str, schema: str
+) -> None:
+    """D-29, D-32."""
+    async with open_kernel(dsn, schema) as kernel:
+        away = await detached(kernel)
+        assert await fail(kernel, away, Wait(away.run_id, "detached_runner")) == ("not_applicable", "running")
+        item = await parked(kernel)
+        with pytest.raises(KernelRefused, match="runs_status_check"):
+            await kernel.execute("UPDATE @schema@.runs SET wait_kind = NULL WHERE run_id = $1", item.run_id)
+
+
+async def test_a_request_to_cancel_keeps_no_end_out_that_comes_first(dsn: str, schema: str) -> None:
+    """O-5."""
+    async with open_kernel(dsn, schema) as kernel:
+        completed, failed, away = await kernel.started(), await kernel.started(), await detached(kernel)
+        for item in (completed, failed, away):
+            assert await kernel.fetchval("SELECT @schema@.cancel_run($1)", item.run_id) == "pending"
+        assert (await kernel.complete(completed)).answer == "done"
+        assert (await kernel.settle(failed, "failed", payload='{"error": {}}')).answer == "done"
+        assert (await push(kernel, away)).answer == "settled"
+        assert await control.sweep(kernel.session, limit=10) == (0, 0)
+        ends = [await kernel.status(item.run_id) for item in (completed, failed, away)]
+        assert ends == ["completed", "failed", "completed"]
+        await check_invariants(kernel.session)
+
+
+async def test_a_request_to_cancel_goes_before_it(dsn: str, schema: str) -> None:  # D-30, E-14, E-15, O-4
     async with open_kernel(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
         item = await parked(kernel)
         await caller.begin()

@@ -26,6 +26,7 @@ async def submit_many(kernel: Kernel, count: int, play: str = "alpha", **fields:
 
 
 async def test_within_a_bucket_the_oldest_is_first(dsn: str, schema: str) -> None:
+    """D-1."""
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()
         made = await submit_many(kernel, 6)
@@ -71,6 +72,7 @@ async def test_what_one_play_leaves_of_its_share_goes_to_its_equals_first(dsn: s
 
 
 async def test_a_locked_run_holds_up_nobody(dsn: str, schema: str) -> None:
+    """D-1."""
     async with open_kernel(dsn, schema, lock_timeout_s=0.1) as kernel, open_caller(dsn, schema) as caller:
         await kernel.freeze_clock()
         made = await submit_many(kernel, 4)
@@ -115,6 +117,7 @@ async def test_the_low_water_mark_skips_what_is_due_before_it(dsn: str, schema: 
 
 
 async def test_lanes_go_by_rank(dsn: str, schema: str) -> None:
+    """O-6."""
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()
         # Each has its admission delivered, and then: progress, a wait, an end; and one is new.
@@ -203,6 +206,7 @@ async def test_a_marked_run_does_not_speak_for_its_bucket(dsn: str, schema: str)
 
 
 async def test_marked_runs_do_not_use_up_a_claim(dsn: str, schema: str) -> None:
+    """D-1, O-4."""
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()
         made = await submit_many(kernel, 4)

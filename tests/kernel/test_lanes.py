@@ -102,6 +102,7 @@ async def test_a_claim_up_to_a_rank_leaves_progress_alone(dsn: str, schema: str)
 
 
 async def test_a_terminal_that_goes_elsewhere_travels_alone(dsn: str, schema: str) -> None:
+    """M-6, M-8, M-9."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started(receiver=BILLING)
         await terminal_to(kernel, item.run_id, LATER)
@@ -166,7 +167,7 @@ async def test_a_terminal_for_the_same_receiver_travels_with_the_others(dsn: str
 
 
 async def test_a_frozen_prefix_stays_with_its_receiver(dsn: str, schema: str) -> None:
-    """What was out keeps members and receiver, although the terminal's own was set meanwhile."""
+    """What was out keeps members and receiver, although the terminal's own was set meanwhile (M-10)."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started(receiver=BILLING)
         (prefix,) = await kernel.claim_lanes(receivers=[BILLING])

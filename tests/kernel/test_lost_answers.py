@@ -23,6 +23,7 @@ NORMAL = Situation(run="running", lifecycle="free", observability="free")
 
 @pytest.mark.parametrize("name", [name for name in TRANSITIONS if name not in NOT_REPEATED])
 async def test_a_call_made_again_has_one_effect_and_the_same_answer(dsn: str, schema: str, name: str) -> None:
+    """D-10, E-7, E-21."""
     transition = TRANSITIONS[name]
     situation = transition.needs.over(NORMAL)
     async with open_kernel(dsn, schema, lock_timeout_s=0.1) as kernel, open_caller(dsn, schema) as old:

@@ -122,6 +122,7 @@ async def hold_open(dsn: str, schema: str, name: str, others: Iterable[str]) -> 
 
 @pytest.mark.parametrize("name", [name for name in TRANSITIONS if name not in ALIKE])
 async def test_held_open(dsn: str, schema: str, name: str) -> None:
+    """E-1, E-2, E-7."""
     await hold_open(dsn, schema, name, [other for other in TRANSITIONS if other not in ALIKE])
 
 

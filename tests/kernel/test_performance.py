@@ -100,7 +100,7 @@ async def test_it_is_measured_over_all_attempts(dsn: str, schema: str) -> None:
 
 
 async def test_what_a_runner_used_comes_with_its_own_result_alone(dsn: str, schema: str) -> None:
-    """E-35, E-38: the part that not every receiver takes is left out whole; no output can pass for a measure."""
+    """E-22, E-35, E-38: the part that not every receiver takes is left out whole; no output can pass for a measure."""
     async with checked(dsn, schema) as kernel:
         for level, shown in ((None, None), ("basic", {}), ("full", {"usage": USAGE})):
             item = await detached(kernel, **asking(level))

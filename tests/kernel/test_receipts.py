@@ -106,6 +106,7 @@ async def test_a_released_receipt_is_claimable_at_once(dsn: str, schema: str) ->
 
 
 async def test_marks_move_what_is_held_and_beat(dsn: str, schema: str) -> None:
+    """K-8."""
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()
@@ -129,6 +130,7 @@ async def test_marks_move_what_is_held_and_beat(dsn: str, schema: str) -> None:
 
 
 async def test_several_holders_of_one_attempt_have_leases_of_their_own(dsn: str, schema: str) -> None:
+    """K-8."""
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()

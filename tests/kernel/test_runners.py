@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from sql import billing, limits, runners, sandboxes, settle
+from sql import billing, facts, limits, runners, sandboxes, settle
 from sql.claim import Claimed
+from sql.types import Lane
 from tests.kernel.test_plans import Batch, rows_read
 from tests.support.callers import open_caller
 from tests.support.invariants import check_invariants
@@ -87,12 +88,18 @@ async def judge(kernel: Kernel, silent: runners.Silent, verdict: str = "lost", c
 
 
 async def test_a_detached_attempt_ends_by_its_runners_word_once(dsn: str, schema: str) -> None:
+    """D-19, E-23, E-24, E-30, E-31: the first result stands, with the logs that came before it."""
     async with checked(dsn, schema) as kernel:
         item = await detached(kernel)
         assert await kernel.status(item.run_id) == "running"
-        assert await detach(kernel, item) == "done"  # asked again after a lost answer
         assert await beat(kernel, item) == "ok"
+        heartbeat = "SELECT heartbeat_at FROM @schema@.runners"
+        heard_at = await kernel.fetchval(heartbeat)
+        assert await detach(kernel, item) == "done"  # asked again after a lost answer
+        assert await kernel.fetchval(heartbeat) == heard_at is not None
+        assert await kernel.say(item, 1, Lane.OBSERVABILITY) == "done"
         assert (await push(kernel, item)).answer == "settled"
+        assert await kernel.say(item, 2, Lane.OBSERVABILITY) == "lost"
         again = await push(kernel, item)
         assert (again.answer, again.first) == ("settled", True)
         other = await push(kernel, item, "failed", payload=json.dumps({"error": {"message": "no"}}))
@@ -104,6 +111,7 @@ async def test_a_detached_attempt_ends_by_its_runners_word_once(dsn: str, schema
 
 
 async def test_strangers_hear_nothing(dsn: str, schema: str) -> None:
+    """E-25."""
     async with checked(dsn, schema) as kernel:
         item = await detached(kernel)
         assert await beat(kernel, item, token=1) == "unknown"
@@ -122,6 +130,7 @@ async def test_a_runner_that_is_too_early_is_told_so(dsn: str, schema: str) -> N
 
 
 async def test_a_silent_runner_is_lost_only_while_it_stays_silent(dsn: str, schema: str) -> None:
+    """E-25, E-26, E-27."""
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await detached(kernel)
@@ -152,6 +161,7 @@ async def test_a_silent_runner_is_lost_only_while_it_stays_silent(dsn: str, sche
 
 
 async def test_a_run_whose_runners_are_lost_too_often_fails(dsn: str, schema: str) -> None:
+    """D-23, D-25, E-26."""
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         await kernel.execute("UPDATE @schema@.plays SET crash_cap = 1")
@@ -167,6 +177,7 @@ async def test_a_run_whose_runners_are_lost_too_often_fails(dsn: str, schema: st
 
 
 async def test_a_result_or_a_cancellation_wins_over_a_verdict(dsn: str, schema: str) -> None:
+    """D-24, E-13, E-32, O-4, O-5, O-8."""
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         one, two = await detached(kernel), await detached(kernel)
@@ -190,6 +201,7 @@ async def test_a_result_or_a_cancellation_wins_over_a_verdict(dsn: str, schema: 
 
 
 async def test_past_its_ceiling_a_run_fails_however_alive_its_runner_is(dsn: str, schema: str) -> None:
+    """D-18, D-23, D-25, D-26."""
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()
@@ -207,6 +219,7 @@ async def test_past_its_ceiling_a_run_fails_however_alive_its_runner_is(dsn: str
 
 
 async def test_a_runner_may_park_retry_and_go_on_elsewhere(dsn: str, schema: str) -> None:
+    """D-35, E-30."""
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await detached(kernel)
@@ -254,6 +267,7 @@ async def test_an_obligation_is_there_before_the_sandbox_and_ends_confirmed(dsn:
 
 
 async def test_compute_is_told_once_and_by_the_databases_clock(dsn: str, schema: str) -> None:
+    """E-28, E-29."""
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await detached(kernel, org_id="acme")
@@ -334,6 +348,7 @@ async def test_other_organisations_are_not_limited(dsn: str, schema: str) -> Non
 
 
 async def test_a_reservation_and_the_end_of_its_run_exclude_each_other(dsn: str, schema: str) -> None:
+    """E-6."""
     async with checked(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
         item = await kernel.started()
         await caller.begin()
@@ -381,6 +396,7 @@ async def _park(kernel: Kernel, item: Claimed) -> Any:
 async def test_a_call_made_again_has_one_effect_and_the_same_answer(
     dsn: str, schema: str, call: _Call, before: str, unsettled: str
 ) -> None:
+    """E-1, E-21, E-23, E-30."""
     async with checked(dsn, schema) as kernel, open_caller(dsn, schema) as old:
         await kernel.freeze_clock()
 
@@ -431,6 +447,28 @@ async def test_a_call_made_again_has_one_effect_and_the_same_answer(
 
 
 # --- deleting and billing ----------------------------------------------------------------------------
+
+
+async def test_what_is_known_of_a_sandboxs_end_is_kept_with_it_after_it_is_gone(
+    dsn: str, schema: str
+) -> None:
+    """E-19: where it was and what became of it, in one place, whatever becomes of its run's worker."""
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await detached(kernel)
+        end = {"exit_code": 137, "output_tail": "killed"}
+        await sandboxes.record_diagnostics(kernel.session, name_of(item), end)
+        await push(kernel, item, "failed", payload='{"error": {"message": "no"}}')
+        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        for step in (sandboxes.accept, sandboxes.confirm):
+            await step(kernel.session, due, outcome="deleted", routing_domain="eu")
+        (record,) = await sandboxes.read(kernel.session, run_id=item.run_id)
+        assert (record.state, record.provider_id, record.routing_domain) == ("gone", "p-1", "eu")
+        assert record.diagnostics == end
+        (terminal,) = [
+            fact for fact in await facts.read(kernel.session, item.run_id) if fact.type == "run.failed"
+        ]
+        assert "exit_code" not in json.dumps(terminal.payload)
 
 
 async def test_what_nobody_has_seen_may_still_come_into_being(dsn: str, schema: str) -> None:

@@ -11,12 +11,13 @@ from sql.errors import KernelRefused
 from sql.types import Lane
 from tests.support.callers import open_caller
 from tests.support.invariants import check_invariants
-from tests.support.kernel import open_kernel, saying
+from tests.support.kernel import LEASE_S, open_kernel, saying
 
 pytestmark = pytest.mark.modes
 
 
 async def test_what_an_old_attempt_says_is_lost_even_beside_the_live_one(dsn: str, schema: str) -> None:
+    """K-5, O-2."""
     async with open_kernel(dsn, schema) as kernel:
         old = await kernel.started()
         await kernel.settle(old, "released")
@@ -35,6 +36,7 @@ async def test_what_an_old_attempt_says_is_lost_even_beside_the_live_one(dsn: st
 
 
 async def test_two_ends_of_one_attempt_in_one_call_have_one_winner(dsn: str, schema: str) -> None:
+    """E-2, E-7, O-2."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
         answers = await settle.settle(
@@ -78,6 +80,36 @@ async def test_one_busy_run_leaves_the_rest_of_a_batch_alone(dsn: str, schema: s
         await check_invariants(kernel.session)
 
 
+async def test_a_claim_begins_the_next_attempt_with_a_fence_of_its_own(dsn: str, schema: str) -> None:
+    """D-1, D-2: it runs at once; the run's first start stays, the attempt before has ended."""
+    async with open_kernel(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        run_id = await kernel.submit()
+        stands = """SELECT status, attempt, started_at, attempt_at, lease_token, lease_expires_at - attempt_at AS lease
+                      FROM @schema@.runs"""
+        await kernel.advance(1.0)
+        await kernel.claim()
+        (first,) = await kernel.fetch(stands)
+        assert (first["status"], first["attempt"], first["started_at"]) == ("running", 1, first["attempt_at"])
+        assert first["lease"].total_seconds() == LEASE_S
+        await kernel.advance(1.0)
+        assert await kernel.claim() == []
+        await kernel.advance(LEASE_S)
+        assert (await kernel.expire()).expired == 1
+        await kernel.claim()
+        (second,) = await kernel.fetch(stands)
+        assert (second["status"], second["attempt"], second["started_at"]) == (
+            "running",
+            2,
+            first["started_at"],
+        )
+        assert second["attempt_at"] > first["attempt_at"]
+        assert second["lease_token"] != first["lease_token"]
+        (ended,) = await status.read_attempts(kernel.session, run_id)
+        assert (ended.attempt, ended.outcome) == (1, "expired")
+        await check_invariants(kernel.session)
+
+
 async def test_an_attempt_that_waits_for_nothing_is_refused(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
@@ -87,6 +119,7 @@ async def test_an_attempt_that_waits_for_nothing_is_refused(dsn: str, schema: st
 
 
 async def test_a_wait_keeps_its_first_due_time_over_attempts(dsn: str, schema: str) -> None:
+    """D-22."""
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()
@@ -133,6 +166,7 @@ async def test_crashes_have_a_cap_of_their_own(dsn: str, schema: str) -> None:
 
 
 async def test_cancelling_says_who_won_and_whose_attempt_lost_its_fence(dsn: str, schema: str) -> None:
+    """O-1, O-7."""
     async with open_kernel(dsn, schema) as kernel:
         running, done = await kernel.started(), await kernel.started()
         await kernel.complete(done)
@@ -172,6 +206,7 @@ async def test_what_a_play_reports_cannot_stop_the_ledger(dsn: str, schema: str,
 
 
 async def test_a_wait_in_the_ledger_ends_with_the_wait(dsn: str, schema: str) -> None:
+    """D-21."""
     async with open_kernel(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()

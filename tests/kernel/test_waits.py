@@ -36,6 +36,7 @@ async def got(kernel: Kernel, key: str = "answer") -> Any:
 
 
 async def test_an_event_before_the_park_makes_the_run_due_at_once(dsn: str, schema: str) -> None:
+    """D-22."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
         assert await kernel.send(item.run_id, "answer", "hello") == "kept"
@@ -46,6 +47,7 @@ async def test_an_event_before_the_park_makes_the_run_due_at_once(dsn: str, sche
 
 
 async def test_an_event_after_the_park_wakes_the_run_through_a_sweep(dsn: str, schema: str) -> None:
+    """D-14, D-22."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
         await kernel.park_on(item, ANSWER)
@@ -120,6 +122,7 @@ async def test_what_came_before_the_deadline_was_judged_goes_before_it(dsn: str,
 
 
 async def test_a_cancelled_run_takes_no_event_and_leaves_no_wake(dsn: str, schema: str) -> None:
+    """O-1."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
         await kernel.park_on(item, ANSWER)
@@ -133,6 +136,7 @@ async def test_a_cancelled_run_takes_no_event_and_leaves_no_wake(dsn: str, schem
 
 
 async def test_a_marked_run_is_not_woken_into_an_attempt(dsn: str, schema: str) -> None:
+    """O-4."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
         await kernel.park_on(item, ANSWER)
@@ -224,6 +228,7 @@ async def test_a_run_goes_on_with_the_first_of_several(dsn: str, schema: str) ->
 
 
 async def test_a_stale_attempt_neither_parks_nor_takes(dsn: str, schema: str) -> None:
+    """D-14."""
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
         await kernel.settle(item, "released")
