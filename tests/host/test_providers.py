@@ -1,4 +1,4 @@
-"""What every provider of sandboxes keeps, whatever is behind it (H-2, I-6, I-22 to I-26)."""
+"""What every provider of sandboxes keeps, whatever is behind it (I-6, I-22 to I-25)."""
 
 from __future__ import annotations
 
