@@ -62,8 +62,26 @@ class Answer:
         return max(0.0, moment.timestamp() - time.time())
 
 
+class _Body:
+    """A request's body. No generator: one that a cancelled request leaves half-way is complained about."""
+
+    def __init__(self, content: bytes) -> None:
+        self._left = [content] if content else []
+
+    def __aiter__(self) -> _Body:
+        return _Body(b"".join(self._left))
+
+    async def __anext__(self) -> bytes:
+        if not self._left:
+            raise StopAsyncIteration
+        return self._left.pop()
+
+
 class HttpClient:
-    """Sends requests to paths below ``base``, at most ``concurrency`` at once; ``headers`` go with each."""
+    """Sends requests to paths below ``base``, at most ``concurrency`` at once; ``headers`` go with each.
+
+    An answer may have ``answer_bytes``.
+    """
 
     def __init__(
         self,
@@ -72,11 +90,13 @@ class HttpClient:
         headers: Mapping[str, str],
         concurrency: int,
         ssl_context: ssl.SSLContext | None = None,
+        answer_bytes: int = _ANSWER_BYTES,
     ) -> None:
         self.base = base
         self._headers = {"host": urlsplit(base).netloc, "accept": "application/json", **headers}
         self._concurrency = concurrency
         self._ssl_context = ssl_context
+        self._answer_bytes = answer_bytes
         self._pool: httpcore.AsyncConnectionPool | None = None
 
     async def call(
@@ -90,22 +110,24 @@ class HttpClient:
                 max_keepalive_connections=self._concurrency,
                 keepalive_expiry=_KEEP_ALIVE_S,
             )
-        sent = {**self._headers, **(headers or {})}
+        sent = {**self._headers, **(headers or {}), "content-length": str(len(body))}
         if body:
-            sent |= {"content-type": "application/json", "content-length": str(len(body))}
+            sent["content-type"] = "application/json"
         encoded = [(name.encode(), value.encode("latin-1")) for name, value in sent.items()]
         try:
-            async with self._pool.stream(method, self.base + path, headers=encoded, content=body) as response:
-                content = b""
+            async with self._pool.stream(
+                method, self.base + path, headers=encoded, content=_Body(body)
+            ) as response:
+                content = bytearray()
                 with trio.CancelScope() as reading:
                     async for chunk in response.aiter_stream():
                         content += chunk
-                        if len(content) > _ANSWER_BYTES:
+                        if len(content) > self._answer_bytes:
                             # Leaving the loop would leave httpcore's generators half-way; a cancelled read ends them.
                             reading.cancel()
                 if reading.cancel_called:
-                    raise NoAnswer(f"answered more than {_ANSWER_BYTES} bytes")
-                return Answer(response.status, _decoded(response.headers), content)
+                    raise NoAnswer(f"answered more than {self._answer_bytes} bytes")
+                return Answer(response.status, _decoded(response.headers), bytes(content))
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
             raise NoAnswer(f"{type(error).__name__}: {_root(error)}") from error
 
@@ -148,7 +170,7 @@ def check_headers(headers: Mapping[str, str], *, authorized: bool) -> dict[str, 
     for name, value in headers.items():
         lower = name.lower()
         if lower in _OURS or (authorized and lower == "authorization"):
-            raise InputRefused("headers", f"{name} is set by the ledger itself")
+            raise InputRefused("headers", f"{name} is set without you")
         good = lower.isascii() and lower.replace("-", "").replace("_", "").isalnum() and value.isprintable()
         try:
             value.encode("latin-1")

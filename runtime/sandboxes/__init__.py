@@ -15,6 +15,7 @@ from runtime.sandboxes.base import (
 from runtime.sandboxes.daytona import DaytonaProvider
 from runtime.sandboxes.local import LocalProvider
 from runtime.sandboxes.modal import ModalProvider
+from runtime.sandboxes.ray_jobs import RayProvider
 
 __all__ = [
     "Created",
@@ -22,6 +23,7 @@ __all__ = [
     "Inspection",
     "LocalProvider",
     "ModalProvider",
+    "RayProvider",
     "SandboxProvider",
     "SandboxRef",
     "SandboxSpec",

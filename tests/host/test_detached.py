@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from runtime import Play, RunCancelled, Runtime
-from runtime.sandboxes import LocalProvider
+from runtime.sandboxes import LocalProvider, SandboxProvider
 from tests.support import sandboxed
 from tests.support.hosts import Hosts, eventually
 
@@ -26,7 +26,7 @@ def provider(tmp_path: Path) -> LocalProvider:
 
 
 @asynccontextmanager
-async def hosting(hosts: Hosts, provider: LocalProvider, *plays: Play, **more: Any) -> AsyncIterator[Runtime]:
+async def hosting(hosts: Hosts, provider: SandboxProvider, *plays: Play, **more: Any) -> AsyncIterator[Runtime]:
     """A host with the provider. At its end nothing of a sandbox may be left."""
     settings = {"health_port": 0, "heartbeat_timeout_s": 3.0, **more}
     async with hosts.open(*plays, sandboxes={"local": provider}, **settings) as rt:
@@ -34,7 +34,7 @@ async def hosting(hosts: Hosts, provider: LocalProvider, *plays: Play, **more: A
         await gone(hosts, provider)
 
 
-async def gone(hosts: Hosts, provider: LocalProvider) -> None:
+async def gone(hosts: Hosts, provider: SandboxProvider) -> None:
     """Every obligation ends confirmed, and no process or folder is left."""
 
     async def confirmed() -> bool:

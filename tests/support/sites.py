@@ -13,11 +13,12 @@ import attrs
 import pytest
 import trio
 
-from runtime.sandboxes import LocalProvider, SandboxProvider
+from runtime.sandboxes import LocalProvider, RayProvider, SandboxProvider
 from runtime.sandboxes.daytona import DaytonaProvider
 from runtime.sandboxes.modal import ModalProvider
 from tests.support.fake_daytona import API_KEY, pretended_daytona
 from tests.support.fake_modal import TOKEN_ID, TOKEN_SECRET, pretended_modal
+from tests.support.fake_ray import pretended_ray
 
 
 @attrs.define
@@ -70,8 +71,17 @@ async def modal(folder: Path) -> AsyncIterator[Site]:
                 await trio.to_thread.run_sync(one._client.close)
 
 
+@asynccontextmanager
+async def ray(folder: Path) -> AsyncIterator[Site]:
+    """A pretended Ray; ``test_ray`` has a real one."""
+    with pretended_ray(folder) as service:
+        hasty = RayProvider(service.url, call_s=0.5)
+        yield Site(RayProvider(service.url), hasty, service.mood.hang, service.mood.fail)
+
+
 SITES: dict[str, Callable[[Path], AbstractAsyncContextManager[Site]]] = {
     "local": local,
     "daytona": daytona,
     "modal": modal,
+    "ray": ray,
 }
