@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import attrs
 import trio
 
+from actors.adoption import Adopter
 from actors.core import Backoff, Life
 from actors.hints import Hints
 from sql import sandboxes as door
@@ -55,7 +56,8 @@ Census = Callable[[], Awaitable[Sequence[str]]]
 class Cleanup:
     """One per provider, so that one that hangs holds up nobody else's.
 
-    ``most_failures``: after that many an obligation is blocked, visibly, until an operator decides.
+    ``most_failures``: after that many an obligation is blocked, visibly, until an operator decides. ``adopter``: this
+    provider's obligations are also in the table of an older generation.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Cleanup:
         lease_s: float,
         most_failures: int,
         on_orphans: Callable[[str, Sequence[str]], None],
+        adopter: Adopter | None = None,
     ) -> None:
         self._options = options
         self._hints = hints
@@ -79,6 +82,8 @@ class Cleanup:
         self._lease_s = lease_s
         self._most_failures = most_failures
         self._on_orphans = on_orphans
+        self._adopter = adopter
+        self._confirm = door.confirm if adopter is None else adopter.confirm
 
     async def run(self, life: Life) -> None:
         """Clean up until asked to stop."""
@@ -88,10 +93,13 @@ class Cleanup:
             look_at: float | None = None
             count_at = trio.current_time() + random.uniform(0.0, _CENSUS_EVERY_S)
             while True:
-                await self.wake.wait(min(look_at if look_at is not None else math.inf, count_at))
+                adopt_at = math.inf if self._adopter is None else self._adopter.look_at
+                await self.wake.wait(min(look_at if look_at is not None else math.inf, count_at, adopt_at))
                 if life.stopping.is_set():
                     return
                 life.beat()
+                if self._adopter is not None:
+                    await self._adopter.look(session)
                 due, next_due_s = await door.claim_cleanup(
                     session, [self._provider], token=new_token(), limit=_AT_ONCE, lease_s=self._lease_s
                 )
@@ -138,7 +146,7 @@ class Cleanup:
             )
         elif step.kind == "gone":
             answer = await self._insist(
-                lambda: door.confirm(
+                lambda: self._confirm(
                     session, obligation, outcome=step.outcome, routing_domain=step.routing_domain
                 )
             )

@@ -1,6 +1,7 @@
 """``sandboxes`` and ``compute``: what detached runs stand in, what is left to delete, and what they have used.
 
-Owns the verbs and their options. It asks no provider: what is shown is what the database knows.
+Owns the verbs and their options, also that which takes over what an older generation has left to delete. It asks no
+provider: what is shown is what the database knows.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import click
 from runtime import _cli_show as show
 from runtime import _client, ids
 from runtime._cli_base import FAILED, USAGE, Refusal, database_options, json_option, settings_of_command
-from sql import billing
+from sql import adoption, billing
 from sql import sandboxes as door
+from sql.adoption import OldTable, Preview
 from sql.billing import ComputeRecord
 from sql.connection import Session
 from sql.sandboxes import SandboxRecord
@@ -88,6 +90,53 @@ def retry_verb(name: str) -> None:
         show.print_json({"sandbox": name, "retried": True})
     else:
         click.echo(f"sandbox {name}: tried again")
+
+
+@sandboxes_verbs.command("adopt")
+@json_option
+@database_options
+@click.option("--table", help="Where the older generation keeps them  [RUNLANE_LEGACY_CLEANUP_TABLE]")
+@click.option("--provider", help="Key of the provider of all of them  [RUNLANE_LEGACY_CLEANUP_PROVIDER]")
+@click.option("--check", is_flag=True, help="Only say what there is to do.")
+def adopt_verb(table: str | None, provider: str | None, check: bool) -> None:
+    """Take over what an older generation of workers has left to delete in a table of its own.
+
+    Open rows are copied, once, and deleted by the hosts that have the provider; rows whose sandbox is proven to be
+    gone are marked as deleted. Older workers may go on meanwhile: what they write later is for the next time, or for
+    hosts with the same two settings, which look by themselves. Exits 1 when nothing can be adopted from that table.
+
+    \b
+    Examples:
+      runlane sandboxes adopt --table public.sandbox_cleanup_jobs --check
+      runlane sandboxes adopt --table public.sandbox_cleanup_jobs --provider daytona
+    """
+    settings = settings_of_command()
+    config = settings.config(legacy_cleanup_table=table, legacy_cleanup_provider=provider)
+    if config.legacy_cleanup_table is None:
+        raise Refusal("say which table: --table, or RUNLANE_LEGACY_CLEANUP_TABLE", USAGE)
+    old = OldTable(config.legacy_cleanup_table, config.legacy_cleanup_provider)
+
+    async def body(session: Session) -> tuple[Preview, int, int]:
+        preview, copied, settled = await adoption.preview(session, old), 0, 0
+        while preview.open and not check:
+            done = await adoption.adopt(session, old, limit=1_000)
+            if not done.copied and not done.settled:
+                return await adoption.preview(session, old), copied, settled
+            copied, settled = copied + done.copied, settled + done.settled
+        return preview, copied, settled
+
+    preview, copied, settled = _client.ask(config, body)
+    if not preview.found:
+        raise Refusal(f"there is no table {old.table}", FAILED)
+    if preview.missing:
+        raise Refusal(f"table {old.table} lacks {', '.join(preview.missing)}", FAILED)
+    if settings.as_json:
+        done = {} if check else {"copied": copied, "settled": settled}
+        show.print_json({"table": old.table, "provider": old.provider, **done, **attrs.asdict(preview)})
+    else:
+        if not check:
+            click.echo(f"copied {copied}, marked {settled} as deleted")
+        show.show_adoption(preview)
 
 
 @click.command("compute")

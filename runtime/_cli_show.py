@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sql.adoption import Preview
 from sql.billing import ComputeRecord
 from sql.circuits import Circuit
 from sql.limits import Limit
@@ -472,6 +473,25 @@ def show_sandboxes(sandboxes: Sequence[SandboxRecord]) -> None:
             Text(_short(why), style="red"),
         )
     console().print(lines)
+
+
+def show_adoption(preview: Preview) -> None:
+    """What is open in an older generation's table."""
+    lines = table("open", "proven to be gone", "to copy", "copied", "leased", "malformed")
+    counts = (
+        preview.open,
+        preview.proven,
+        preview.to_copy,
+        preview.under_way,
+        preview.leased,
+        preview.malformed,
+    )
+    lines.add_row(*map(str, counts))
+    console().print(lines)
+    for fault in preview.faults or ():
+        console().print(Text(f"malformed: {fault}", style="red"))
+    if not preview.indexed:
+        console().print("no index begins with status: each look reads the whole table")
 
 
 def show_compute(records: Sequence[ComputeRecord]) -> None:

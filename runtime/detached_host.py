@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import trio
 
+from actors.adoption import Adopter
 from actors.billing import Billing
 from actors.cleanup import Cleanup
 from actors.core import Actor, Mailbox, Reply
@@ -29,6 +30,7 @@ from runtime.runner_tokens import Bearer, RunnerTokens
 from runtime.sandboxes import LocalProvider, SandboxProvider
 from runtime.submit import Submit
 from sql import runners
+from sql.adoption import OldTable
 from sql.claim import Claimed
 from sql.connection import SessionOptions
 from sql.errors import ConfigError
@@ -160,6 +162,12 @@ class DetachedWork:
                 (),
             ),
         ]
+        if config.legacy_cleanup_table is not None and config.legacy_cleanup_provider not in self.keys:
+            log.warning(
+                "event=adoption_idle provider=%s reason='no such provider on this host' known=%s",
+                config.legacy_cleanup_provider,
+                ",".join(self.keys),
+            )
         for name, provider in sorted(self._providers.items()):
             cleanup = Cleanup(
                 self._options,
@@ -170,6 +178,7 @@ class DetachedWork:
                 lease_s=config.cleanup_lease_s,
                 most_failures=config.cleanup_failures,
                 on_orphans=self._on_orphans,
+                adopter=self._adopter(provider.key),
             )
             liveness = Liveness(
                 self._options,
@@ -186,6 +195,12 @@ class DetachedWork:
         keeping = Keeping(self._options, self.entries, hints, create_s=due_s)
         found.append(("custody", keeping, None, (self.entries,)))
         return found
+
+    def _adopter(self, key: str) -> Adopter | None:
+        config = self._config
+        if config.legacy_cleanup_table is None or config.legacy_cleanup_provider != key:
+            return None
+        return Adopter(OldTable(config.legacy_cleanup_table, key), every_s=config.backstop_s)
 
     def serve_on(self, port: int) -> None:
         """The HTTP server listens there now: launches may begin."""

@@ -763,6 +763,36 @@ def test_sandboxes_are_listed_and_tried_again(runlane: Command, dsn: str, schema
     runlane("sandboxes", "retry", "nothing").refused(1, "not blocked")
 
 
+def test_what_an_older_generation_left_is_adopted(runlane: Command, dsn: str, schema: str) -> None:
+    adopt, table = ("sandboxes", "adopt"), f"{schema}.old_jobs"
+    runlane(*adopt, "--check").refused(2, "--table")
+    runlane(*adopt, "--table", table, "--provider", "local@here").refused(2, "ids of its own")
+    runlane(*adopt, "--table", table).refused(1, "no table")
+    ask(dsn, f"CREATE TABLE {table} (sandbox_id text, run_id text, attempt integer, status text)")
+    runlane(*adopt, "--table", table, "--check").refused(1, "column lease_owner")
+    ask(
+        dsn,
+        f"ALTER TABLE {table} ADD environment text, ADD routing_domain text, ADD attempt_count integer,"
+        " ADD failure_count integer, ADD available_at timestamptz, ADD last_error text, ADD created_at timestamptz,"
+        " ADD updated_at timestamptz, ADD blocked_at timestamptz, ADD block_reason text, ADD lease_owner text,"
+        " ADD lease_expires_at timestamptz, ADD deleted_at timestamptz",
+        f"INSERT INTO {table} SELECT 'box-' || n, nullif(n, 3)::text, 1, 'pending' FROM generate_series(1, 3) n",
+    )
+    there = ("--table", table, "--provider", "modal")
+    check = runlane(*adopt, *there, "--check", "--json").json
+    assert (check["provider"], check["open"], check["to_copy"], check["malformed"]) == ("modal", 3, 2, 1)
+    assert "'box-3'" in check["faults"][0]
+    assert "no sandboxes" in runlane("sandboxes").err
+    said = runlane(*adopt, *there).out
+    assert "copied 2, marked 0 as deleted" in said
+    assert "no run id" in said
+    assert "reads the whole table" in said
+    again = runlane(*adopt, *there, "--json").json
+    assert (again["copied"], again["settled"], again["under_way"], again["to_copy"]) == (0, 0, 2, 0)
+    found = runlane("sandboxes", "--open", "--json").json["sandboxes"]
+    assert [(one["provider"], one["provider_id"]) for one in found] == [("modal", "box-2"), ("modal", "box-1")]
+
+
 def test_compute_is_listed_in_pages_of_lines(runlane: Command, dsn: str, schema: str) -> None:
     assert "no compute records" in runlane("compute").err
     ask(

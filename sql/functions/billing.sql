@@ -53,6 +53,7 @@ BEGIN
                coalesce(s.custody_at, s.created_at), least(coalesce(q.received_at, a.ended_at), a.ended_at), v_now
           FROM attempts a
           JOIN sandboxes s ON s.run_id = ANY (ARRAY[a.run_id]) AND s.attempt = a.attempt
+                          AND s.sandbox NOT LIKE 'adopted:%'  -- of an older generation, and so was its attempt
           LEFT JOIN runner_results q ON q.run_id = ANY (ARRAY[a.run_id]) AND q.attempt = a.attempt
          WHERE a.run_id = ANY (v_done) AND a.owner = 0
         ON CONFLICT DO NOTHING;

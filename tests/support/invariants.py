@@ -169,7 +169,8 @@ _RULES = {
     "a run that ever asked for a sandbox has its bill made": """
         SELECT s.run_id FROM sandboxes s LEFT JOIN billing_jobs b ON b.run_id = s.run_id
           LEFT JOIN runs r ON r.run_id = s.run_id
-         WHERE b.run_id IS NULL OR (b.finalised_at IS NOT NULL AND r.finished_at IS NULL)""",
+         WHERE s.sandbox NOT LIKE 'adopted:%'
+           AND (b.run_id IS NULL OR (b.finalised_at IS NOT NULL AND r.finished_at IS NULL))""",
     # --- lanes ---------------------------------------------------------------------------------------
     "a lane's cursor, frozen prefix and lease fit together, and somebody will look at it": """
         SELECT run_id FROM (
