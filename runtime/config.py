@@ -84,13 +84,6 @@ def _text(most: int, *, optional: bool = True) -> _Check:
     return check
 
 
-def _finds_by_id(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    _text(255, optional=False)(_, attribute, value)
-    # One that goes by our names alone would say of any other sandbox that it is gone.
-    if value.partition("@")[0] == "local":
-        raise _refuse(attribute.name, value, "a provider that finds sandboxes by ids of its own")
-
-
 def _flag(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, bool):
         raise _refuse(attribute.name, value, "true or false")
@@ -220,7 +213,7 @@ class RuntimeConfig:
     legacy_cleanup_table: str | None = attrs.field(default=None, validator=_text(200))
     """A table in which an older generation of workers keeps what it has to delete: cleanup adopts that. Without a
     schema in front it is looked for in ``schema``."""
-    legacy_cleanup_provider: str = attrs.field(default="daytona", validator=_finds_by_id)
+    legacy_cleanup_provider: str = attrs.field(default="daytona", validator=_text(255, optional=False))
     """The ``key`` of the provider to which all of that belongs."""
     billing_grace_s: float = attrs.field(default=60.0, validator=_seconds(zero=True))
     """A sandbox that its provider never gave back is billed for its ceiling and this."""

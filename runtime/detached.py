@@ -23,6 +23,7 @@ from runtime.executor import Executor
 from runtime.plays import Play
 from runtime.runner_tokens import Bearer, RunnerTokens
 from runtime.sandboxes import Created, Inspection, SandboxProvider, SandboxRef, SandboxSpec
+from sql import adoption
 from sql.errors import CapacityUnavailable, Deferral, DependencyUnavailable
 from sql.runners import Detachment, Silent, Verdict
 from sql.sandboxes import Custody, Obligation, Reservation
@@ -222,6 +223,9 @@ def delete_with(provider: SandboxProvider) -> Delete:
     async def delete(obligation: Obligation, tell: Callable[[Step], None]) -> None:
         ref = SandboxRef(obligation.sandbox, obligation.provider_id, obligation.routing_domain)
         outcome = "deleted"
+        if adoption.is_copy(obligation.sandbox) and not getattr(provider, "finds_by_id", False):
+            tell(Step("failed", error=f"{provider.key} does not find sandboxes by their ids", final=True))
+            return
         try:
             # One that was in the making may have come into being after its deletion was taken.
             if obligation.accepted_at is None or not obligation.certain:

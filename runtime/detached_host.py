@@ -178,7 +178,7 @@ class DetachedWork:
                 lease_s=config.cleanup_lease_s,
                 most_failures=config.cleanup_failures,
                 on_orphans=self._on_orphans,
-                adopter=self._adopter(provider.key),
+                adopter=self._adopter(provider),
             )
             liveness = Liveness(
                 self._options,
@@ -196,10 +196,15 @@ class DetachedWork:
         found.append(("custody", keeping, None, (self.entries,)))
         return found
 
-    def _adopter(self, key: str) -> Adopter | None:
-        config = self._config
+    def _adopter(self, provider: SandboxProvider) -> Adopter | None:
+        config, key = self._config, provider.key
         if config.legacy_cleanup_table is None or config.legacy_cleanup_provider != key:
             return None
+        if not getattr(provider, "finds_by_id", False):
+            raise ConfigError(
+                f"legacy_cleanup_provider {key!r} does not find sandboxes by their ids (finds_by_id): nothing that "
+                "others have made can be left to it"
+            )
         return Adopter(OldTable(config.legacy_cleanup_table, key), every_s=config.backstop_s)
 
     def serve_on(self, port: int) -> None:

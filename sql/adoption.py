@@ -56,6 +56,11 @@ class Preview:
     faults: list[str] | None
 
 
+def is_copy(sandbox: str) -> bool:
+    """Whether our name of a sandbox is that of a copy: whoever made it has called it otherwise."""
+    return sandbox.startswith("adopted:")
+
+
 async def adopt(session: Session, old: OldTable, *, limit: int) -> Adopted:
     """One pass over the older table, up to ``limit`` rows. Safe to repeat, also beside others and older workers."""
     row = await session.fetchrow(

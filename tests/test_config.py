@@ -48,7 +48,6 @@ def test_every_duration_and_size_names_its_unit() -> None:
         ({"release_id": "a\nb"}, ["release_id", "printable"]),
         ({"environment": "x" * 129}, ["environment"]),
         ({"notify": 1}, ["notify", "true or false"]),
-        ({"legacy_cleanup_provider": "local@here:/tmp"}, ["legacy_cleanup_provider", "ids of its own"]),
         ({"legacy_cleanup_provider": None}, ["legacy_cleanup_provider", "printable"]),
         ({"health_port": 65_536}, ["health_port", "65535"]),
         ({"health_host": None}, ["health_host"]),

@@ -74,6 +74,8 @@ class SandboxProvider(Protocol):
     ``key`` names the provider in the database: hosts whose provider has the same key reach the same sandboxes. An
     error of any call means "not known": only an answer counts. One whose sandboxes are on other machines has
     ``remote = True``: its hosts do not start without a ``gateway_url`` that can be reached from there.
+    ``finds_by_id = True``: it finds a sandbox by its ``provider_id`` alone, also one that somebody else has made and
+    named. No other provider is given sandboxes of an older generation: it would say of each that there is none.
     """
 
     key: str

@@ -66,6 +66,7 @@ class DaytonaProvider:
     """
 
     remote = True
+    finds_by_id = True
 
     def __init__(
         self,

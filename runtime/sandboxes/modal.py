@@ -47,6 +47,7 @@ class ModalProvider:
     """
 
     remote = True
+    finds_by_id = True
 
     def __init__(
         self,

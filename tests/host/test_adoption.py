@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
+from actors.cleanup import Step
 from runtime import Runtime
-from runtime.sandboxes import Inspection, SandboxRef
+from runtime.detached import delete_with
+from runtime.sandboxes import Inspection, SandboxRef, SandboxSpec
+from sql.errors import ConfigError
+from sql.sandboxes import Obligation
 from tests.kernel.test_adoption import TABLE
 from tests.support import sandboxed
 from tests.support.hosts import Hosts, eventually
 from tests.support.sandboxed import Pretended
+from tests.support.sites import SITES
 
 pytestmark = pytest.mark.modes
 
@@ -25,6 +31,7 @@ class ById(Pretended):
     """A provider that made ``boxes`` for others, under names that we do not know."""
 
     key: str = "daytona"
+    finds_by_id: bool = True
     boxes: set[str | None] = attrs.field(factory=set)
 
     async def inspect(self, ref: SandboxRef) -> Inspection:
@@ -133,3 +140,37 @@ async def test_a_setting_that_fits_no_provider_is_told(
 ) -> None:
     async with hosting(hosts, ById(), legacy_cleanup_provider="modal"):
         assert "no such provider on this host' known=daytona" in caplog.text
+
+
+async def test_a_host_whose_provider_goes_by_names_is_refused(hosts: Hosts) -> None:
+    with pytest.raises(ConfigError, match=r"daytona.*finds_by_id"):
+        async with hosting(hosts, ById(finds_by_id=False)):
+            pass
+
+
+@pytest.mark.parametrize("name", sorted(SITES))
+async def test_a_provider_finds_what_others_have_named_or_says_that_it_cannot(
+    name: str, tmp_path: Path
+) -> None:
+    """H-2: what cannot be found is never taken for gone."""
+    async with SITES[name](tmp_path) as site:
+        command = ("python", "-c", "import time; time.sleep(60)")
+        spec = SandboxSpec(sandbox="theirs", run_id="run", attempt=1, command=command, env={})
+        made = await site.provider.create(spec)
+        copy = Obligation(
+            "adopted:x:1", site.provider.key, made.provider_id, None, "run", 1, 1, 0, None, True, token=7
+        )
+        steps: list[Step] = []
+
+        async def deleted() -> bool:
+            await delete_with(site.provider)(copy, steps.append)
+            return steps[-1].kind in ("gone", "failed")
+
+        await eventually(deleted, within_s=20.0)
+        if getattr(site.provider, "finds_by_id", False):
+            assert (steps[0].kind, steps[-1].kind) == ("accepted", "gone")
+            assert steps[0].outcome == "deleted"
+            assert await site.provider.names() == []
+        else:
+            assert [(step.kind, step.final) for step in steps] == [("failed", True)]
+            assert await site.provider.delete(SandboxRef("theirs")) == "deleted"
