@@ -32,6 +32,7 @@ from runtime._cli_base import (
     json_option,
     settings_of_command,
 )
+from runtime._cli_doctor import doctor_verb
 from runtime._cli_lanes import lanes_verbs
 from runtime._cli_receive import receive
 from runtime._cli_sandboxes import compute_verb, sandboxes_verbs
@@ -786,6 +787,11 @@ cli.add_command(lanes_verbs)
 
 cli.add_command(sandboxes_verbs)
 cli.add_command(compute_verb)
+
+
+# --- when something is wrong ----------------------------------------------------------------------------
+
+cli.add_command(doctor_verb)
 
 
 # --- the entry ---------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ VERBS = (
     "lanes",
     "sandboxes",
     "compute",
+    "doctor",
 )
 NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
 
@@ -647,6 +648,17 @@ def test_lanes_are_shown_retried_and_skipped(runlane: Command, dsn: str, schema:
     assert [entry["verb"] for entry in older["journal"]] == ["retry"]
 
 
+def test_the_doctor_says_what_is_wrong_and_what_to_do(runlane: Command, dsn: str, schema: str) -> None:
+    told = {finding["check"]: finding for finding in runlane("doctor", "--json").json["findings"]}
+    assert told["schema"]["state"] == "ok"
+    assert told["server"]["says"].startswith("PostgreSQL")
+    ask(dsn, f"DROP FUNCTION {schema}.renew_leases")
+    sick = runlane("doctor")
+    assert sick.code == 1
+    assert "renew_leases" in sick.out
+    assert "→ run `runlane migrate`" in sick.out
+
+
 def test_runs_filters_and_pages(runlane: Command) -> None:
     for number in range(5):
         parity = "even" if number % 2 == 0 else "odd"
@@ -789,7 +801,10 @@ def test_what_an_older_generation_left_is_adopted(runlane: Command, dsn: str, sc
     again = runlane(*adopt, *there, "--json").json
     assert (again["copied"], again["settled"], again["under_way"], again["to_copy"]) == (0, 0, 2, 0)
     found = runlane("sandboxes", "--open", "--json").json["sandboxes"]
-    assert [(one["provider"], one["provider_id"]) for one in found] == [("modal", "box-2"), ("modal", "box-1")]
+    assert [(one["provider"], one["provider_id"]) for one in found] == [
+        ("modal", "box-2"),
+        ("modal", "box-1"),
+    ]
 
 
 def test_compute_is_listed_in_pages_of_lines(runlane: Command, dsn: str, schema: str) -> None:

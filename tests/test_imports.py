@@ -153,7 +153,9 @@ def test_no_sdk_of_a_provider_is_imported_before_it_is_used() -> None:
         "import sys, runtime, runtime.sandboxes; "
         "sys.exit(' '.join({'modal', 'daytona_api_client', 'daytona_toolbox_api_client'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -26,7 +26,9 @@ def provider(tmp_path: Path) -> LocalProvider:
 
 
 @asynccontextmanager
-async def hosting(hosts: Hosts, provider: SandboxProvider, *plays: Play, **more: Any) -> AsyncIterator[Runtime]:
+async def hosting(
+    hosts: Hosts, provider: SandboxProvider, *plays: Play, **more: Any
+) -> AsyncIterator[Runtime]:
     """A host with the provider. At its end nothing of a sandbox may be left."""
     settings = {"health_port": 0, "heartbeat_timeout_s": 3.0, **more}
     async with hosts.open(*plays, sandboxes={"local": provider}, **settings) as rt:
