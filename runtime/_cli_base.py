@@ -6,6 +6,7 @@ Owns the one place where an expected error becomes a line and a code. It knows n
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any, TypeVar
 
 import attrs
@@ -20,6 +21,7 @@ from sql.errors import (
     FireNotFound,
     IdempotencyConflict,
     InputRefused,
+    InvalidDsn,
     InvalidPlay,
     MissingRights,
     RunCancelled,
@@ -75,6 +77,8 @@ class Refusal(Exception):
 
 def exit_code_of(error: RunlaneError) -> int:
     """The exit code that an error has on the command line."""
+    if isinstance(error, InvalidDsn) and error.sqlstate is None:
+        return USAGE  # it cannot be read; no server was asked
     if isinstance(error, (DatabaseError, EmbeddedError)):
         return NO_DATABASE
     if isinstance(error, RunFailed):
@@ -122,6 +126,18 @@ class Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The verbs in the order in which people need them."""
         return list(self.commands)
+
+
+def moment_of(field: str, text: str) -> datetime:
+    """A time on the command line, with its time zone. Raises InputRefused."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise InputRefused(field, f"must be a time as in 2026-01-31T18:00:00Z, not {text!r}") from None
+    if moment.tzinfo is None:
+        hint = "add Z, or an offset as in 2026-01-31T18:00:00+01:00"
+        raise InputRefused(field, f"{text} has no time zone: {hint}")
+    return moment
 
 
 # --- options that several verbs have -----------------------------------------------------------------

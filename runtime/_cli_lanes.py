@@ -14,6 +14,7 @@ from runtime import _client, ids
 from runtime._cli_base import FAILED, USAGE, Refusal, database_options, json_option, settings_of_command
 from sql import journal
 from sql.connection import Session
+from sql.errors import InputRefused
 from sql.types import JournalEntry, Lane, LaneStatus
 
 _LANES = {lane.label: lane for lane in Lane}
@@ -132,7 +133,12 @@ def _on_facts(
             session, run_id, seq, lane=_LANES[label], because=because, by=by, notify=config.notify
         )
 
-    first, through = _client.ask(config, body)
+    try:
+        first, through = _client.ask(config, body)
+    except InputRefused as error:
+        if error.field != "run_id":
+            raise
+        raise Refusal(error.reason, FAILED) from error  # as for retry: the lane's state, not the words
     if settings.as_json:
         show.print_json({"run_id": run_id, "lane": label, "first": first, "through": through})
     return first, through
@@ -145,8 +151,8 @@ def _on_facts(
 def skip_verb(run_id: str, seq: int, because: str, label: str, by: str) -> None:
     """Give up the facts of a run's blocked prefix, up to number SEQ.
 
-    The ledger never gets them; what follows is delivered, and tells the ledger that the gap is meant. Only facts that
-    are blocked can be skipped: exits 2 for any other.
+    The ledger never gets them; what follows is delivered, and tells the ledger that the gap is meant. Exits 1 when the
+    lane is not blocked, 2 for a SEQ that is not in the blocked prefix.
 
     \b
     Example:
@@ -165,7 +171,7 @@ def redeliver_verb(run_id: str, seq: int, because: str, label: str, by: str) -> 
     """Deliver a run's facts again, from number SEQ on.
 
     For a ledger that has lost what it had acknowledged: one that was restored from a backup, say. Facts that it still
-    has do no harm.
+    has do no harm. Exits 1 when the run has no such lane, 2 for a SEQ that has yet to be delivered.
 
     \b
     Example:

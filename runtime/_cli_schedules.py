@@ -6,7 +6,6 @@ Owns the verbs' options and words. Schedules are declared by programs, whose pla
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import datetime
 from typing import TypeVar
 
 import attrs
@@ -15,12 +14,20 @@ import trio
 
 from runtime import _cli_show as show
 from runtime import _client
-from runtime._cli_base import FAILED, Refusal, Verbs, database_options, json_option, settings_of_command
+from runtime._cli_base import (
+    FAILED,
+    Refusal,
+    Verbs,
+    database_options,
+    json_option,
+    moment_of,
+    settings_of_command,
+)
 from runtime.config import RuntimeConfig
 from runtime.schedules import check_moment, check_name
 from sql import due, schedules
 from sql.connection import Session
-from sql.errors import FireNotFound, InputRefused, ScheduleNotFound
+from sql.errors import FireNotFound, ScheduleNotFound
 
 T = TypeVar("T")
 
@@ -153,12 +160,7 @@ def repair_verb(name: str, fire_time: str) -> None:
     settings = settings_of_command()
     config = settings.config()
     check_name(name)
-    try:
-        moment = check_moment("fire_time", datetime.fromisoformat(fire_time))
-    except ValueError:
-        raise InputRefused(
-            "fire_time", f"must be a time as in 2026-01-31T18:00:00Z, not {fire_time!r}"
-        ) from None
+    moment = check_moment("fire_time", moment_of("fire_time", fire_time))
 
     async def once(session: Session) -> tuple[str, str | None] | None:
         answer = await schedules.repair(session, name, moment)

@@ -6,10 +6,8 @@ session and call the kernel's doors; only ``serve`` and ``demo`` start hosts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -30,6 +28,7 @@ from runtime._cli_base import (
     Verbs,
     database_options,
     json_option,
+    moment_of,
     settings_of_command,
 )
 from runtime._cli_doctor import doctor_verb
@@ -327,12 +326,7 @@ def _input_text(given: str | None, config: RuntimeConfig, *, what: str = "input"
 
 
 def _submit_options(given: dict[str, Any], config: RuntimeConfig) -> dict[str, Any]:
-    at = None
-    if given["at"] is not None:
-        with contextlib.suppress(ValueError):
-            at = datetime.fromisoformat(given["at"])
-        if at is None:
-            raise InputRefused("at", f"must be a time as in 2026-01-31T18:00:00Z, not {given['at']!r}")
+    at = None if given["at"] is None else moment_of("at", given["at"])
     delay_s, at = ids.check_when(given["delay"], at)
     ids.check_unique(given["unique_key"], given["unique_for"], given["on_conflict"])
     return {
@@ -683,6 +677,8 @@ def set_rate_verb(name: str, per_s: float | None, burst: float, max_in_flight: i
       runlane set-rate browser --max-in-flight 20
     """
     settings = settings_of_command()
+    if per_s is None and max_in_flight is None:
+        raise click.UsageError("give --per-s or --max-in-flight: a scope limits something")
 
     async def body(session: Session) -> bool:
         return await rates.set_rate(session, name, per_s=per_s, burst=burst, max_in_flight=max_in_flight)
@@ -715,7 +711,7 @@ def limits_verb() -> None:
     show.show_list("limits", found, show.show_limits, as_json=settings.as_json, empty="no limits")
 
 
-@cli.command("set-limit")
+@cli.command("set-limit", context_settings={"ignore_unknown_options": True})  # a -1 is told what is allowed
 @json_option
 @database_options
 @click.argument("kind", type=click.Choice(ids.LIMITS))

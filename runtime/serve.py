@@ -86,6 +86,9 @@ def _value(target: str, option: str) -> Any:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     name, colon, attribute = target.partition(":")
+    if name.endswith(".py"):
+        module = name.removesuffix(".py").replace("/", ".").lstrip(".")
+        raise ConfigError(f"{option}: write a module, without .py: {module}{colon}{attribute}")
     if not _MODULE.fullmatch(name) or (colon and not attribute):
         raise ConfigError(f"{option}: write it as module or module:attr")
     value: Any = _module(name, option)

@@ -163,7 +163,8 @@ def test_unknown_verbs_and_options_are_usage_errors(bare: Command) -> None:
         (errors.ScheduleNotFound("s"), 5),
         (errors.FireNotFound("s", datetime(2026, 1, 1, tzinfo=UTC)), 5),
         (errors.DatabaseUnreachable("x"), 6),
-        (errors.InvalidDsn("x"), 6),
+        (errors.InvalidDsn("no such database", "3D000"), 6),
+        (errors.InvalidDsn("cannot be parsed"), 2),
         (errors.HostTooOld("x"), 6),
         (EmbeddedMissing("x"), 6),
     ],
@@ -190,7 +191,7 @@ def test_the_version(bare: Command) -> None:
 
 @pytest.mark.parametrize("dsn", ["mysql://localhost/db", "postgresql://[::1/db", "not a dsn"])
 def test_a_bad_dsn_is_one_line(bare: Command, dsn: str) -> None:
-    bare("runs", "--dsn", dsn).refused(6, "DSN")
+    bare("runs", "--dsn", dsn).refused(2, "DSN")
 
 
 @pytest.mark.parametrize(
@@ -203,12 +204,12 @@ def test_a_bad_dsn_is_one_line(bare: Command, dsn: str) -> None:
     ],
 )
 def test_a_bad_port_is_named(bare: Command, dsn: str, words: str) -> None:
-    bare("runs", "--dsn", dsn).refused(6, words)
+    bare("runs", "--dsn", dsn).refused(2, words)
 
 
 def test_a_password_that_breaks_the_dsn_is_not_taken_for_a_port(bare: Command) -> None:
     said = bare("runs", "--dsn", "postgresql://me:hunter/2@127.0.0.1/db")
-    said.refused(6, "password", "%2F")
+    said.refused(2, "password", "%2F")
     assert "hunter" not in said.err
 
 
@@ -387,7 +388,7 @@ def test_submit_with_a_unique_key(runlane: Command) -> None:
         (["submit", "echo", "--unique-key", "k", "--unique-for", "0"], ["unique_for_s"]),
         (["submit", "echo", "--label", "nothing"], ["label", "KEY=VALUE"]),
         (["submit", "echo", "--at", "tomorrow"], ["at"]),
-        (["submit", "echo", "--at", "2026-01-31T18:00:00"], ["at", "timezone"]),
+        (["submit", "echo", "--at", "2026-01-31T18:00:00"], ["at", "add Z"]),
         (["submit", "echo", "--delay", "1", "--at", "2026-01-31T18:00:00Z"], ["delay"]),
         (["submit", "echo", "--delay", "-1"], ["delay"]),
         (["status", "no good"], ["run_id"]),
@@ -492,6 +493,7 @@ def test_limits(runlane: Command) -> None:
     [
         (["a", "many"], "max_running"),
         (["a", "1000001"], "max_running"),
+        (["a", "-1"], "not '-1'"),
         (["a" * 256, "1"], "org_id"),
     ],
 )
@@ -626,7 +628,8 @@ def test_lanes_are_shown_retried_and_skipped(runlane: Command, dsn: str, schema:
         "retried": True,
     }
     runlane("lanes", "retry", "bad").refused(1, "no lane of run bad is blocked")
-    runlane("lanes", "skip", "bad", "1", "--because", "x").refused(2, "is not blocked")
+    runlane("lanes", "skip", "bad", "1", "--because", "x").refused(1, "is not blocked")
+    runlane("lanes", "skip", NO_RUN, "1", "--because", "x").refused(1, NO_RUN)
     ask(dsn, block)
     assert runlane("lanes", "skip", "bad", "1").code == 2
     runlane("lanes", "skip", "bad", "2", "--because", "x").refused(2, "seq", "1 to 1, not 2")
@@ -720,6 +723,7 @@ def test_schedules_are_listed_paused_shown_repaired_and_deleted(
         runlane("schedules", verb, "secondly").refused(5, "'secondly'")
     runlane("schedules", "repair", "new-year", "2026-01-01T00:00:00Z").refused(5, "no record of a fire")
     runlane("schedules", "repair", "new-year", "yesterday").refused(2, "fire_time")
+    runlane("schedules", "repair", "new-year", "2026-01-31T18:00").refused(2, "fire_time", "add Z")
     runlane("schedules", "repair", "new-year", "2026-01-01T00:00:00").refused(2, "time zone")
     runlane("schedules", "pause", "a b").refused(2, "name")
 
@@ -833,6 +837,8 @@ def test_rates_are_set_and_listed(runlane: Command) -> None:
     assert "0 of 3" in runlane("rates").out
     runlane("set-rate", "api", "--per-s", "-5").refused(2, "per_s", "from 0.00001")
     runlane("set-rate", "a b", "--per-s", "5").refused(2, "name")
+    nothing = runlane("set-rate", "api")
+    assert (nothing.code, "--per-s or --max-in-flight" in nothing.err) == (2, True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -963,6 +969,8 @@ def test_plays_of_a_module_a_list_and_one_by_one() -> None:
         (f"{hosting.PLAYS}:", "module:attr"),
         ("", "module:attr"),
         (".relative", "module:attr"),
+        ("tests/support/servers.py", "without .py: tests.support.servers"),
+        ("script.py:plays", "without .py: script:plays"),
         ("tests.support.servers", "no play"),
     ],
 )
