@@ -6,6 +6,7 @@ back. It never touches the database, so no lost connection ends a play.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -45,6 +46,9 @@ class Executors:
         self._cleanup_s = cleanup_s
         self._on_start = on_start
         self._nursery: trio.Nursery | None = None
+        # Not that of whoever starts a task: a play would find the loop of that actor's session in it, and could use it
+        # until the connection is replaced.
+        self._context = contextvars.copy_context()
         self._idle = trio.Event()
         self._tasks = 0
 
@@ -58,7 +62,7 @@ class Executors:
                 self._release(attempt)
             else:
                 self._tasks += 1
-                self._nursery.start_soon(self._run, attempt)
+                self._context.run(self._nursery.start_soon, self._run, attempt)
 
     async def run(self, life: Life) -> None:
         """Keep the tasks until asked to stop, then until they have ended."""

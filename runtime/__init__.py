@@ -155,3 +155,8 @@ __all__ = [
     "WaitTimedOut",
     "play",
 ]
+
+for _name in __all__:
+    _kind = globals()[_name]
+    if isinstance(_kind, type) and issubclass(_kind, BaseException):
+        _kind.__module__ = __name__  # what tracebacks and stored errors call them is what programs import

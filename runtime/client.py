@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import attrs
 
-from runtime.api import Runtime, Verbs
+from runtime.api import Runtime, Verbs, check_on_trio
 from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.embedded import EmbeddedServer
@@ -65,6 +65,7 @@ class Client(Verbs):
         ``config`` None reads ``RUNLANE_*`` variables; what concerns hosts is not used. Raises SchemaNotReady where no
         host, and no ``runlane migrate``, has built the schema for this version.
         """
+        check_on_trio("Client.open")
         async with Runtime._opened(config, (), None, codec, deploy=False) as runtime:
             yield cls(ActorLink(runtime._host))
 
@@ -85,7 +86,7 @@ class SyncClient(SyncVerbs):
     @classmethod
     def open(cls, config: RuntimeConfig | None = None, *, codec: JsonCodec | None = None) -> SyncClient:
         """Connect. ``config`` and errors are as in ``Client.open``."""
-        config = RuntimeConfig.from_env() if config is None else config
+        config = RuntimeConfig.given(config)
         embedded: EmbeddedServer | None = None
         if config.dsn is None:
             embedded = EmbeddedServer.of(None if config.embedded_dir is None else Path(config.embedded_dir))

@@ -57,7 +57,10 @@ _HINTS = {
     "set": "store a list",
     "frozenset": "store a list",
     "uuid.UUID": "store str(value)",
+    "coroutine": "did you forget await?",
 }
+# What trio, asyncio and trio-asyncio say of code that is written for asyncio, in a play, which runs on trio.
+_ASYNCIO_WORDS = ("unrecognized yield message", "no running event loop", "run_aio_coroutine")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
 
@@ -436,6 +439,17 @@ def _message(error: BaseException) -> str:
     return text.removeprefix(type_name(error)).removeprefix(": ")
 
 
+def _asyncio_hint(error: BaseException) -> str:
+    """What to add to the error of asyncio code in a play: neither library can know what to do here."""
+    said = str(error) if type(error) in (RuntimeError, TypeError, AttributeError) else ""
+    if not any(words in said for words in _ASYNCIO_WORDS):
+        return ""
+    return (
+        "\nPlays run on trio: within `async with trio_asyncio.open_loop():`, await "
+        "trio_asyncio.aio_as_trio(fn)(…), or call asyncio.run(…) in a play or step that is a plain def"
+    )
+
+
 def _traceback_text(error: BaseException) -> str:
     try:
         lines = traceback.TracebackException.from_exception(error, compact=True).format()
@@ -453,7 +467,7 @@ def error_record(error: BaseException) -> dict[str, str]:
     """
     leaf = _single_leaf(error)
     if not isinstance(leaf, BaseExceptionGroup):
-        message = _message(leaf)
+        message = _message(leaf) + _asyncio_hint(leaf)
     else:
         shown = [f"{type_name(one)}: {_clip(_message(one), 500)}" for one in _first_leaves(leaf, 5)]
         message = f"{leaf.message} ({len(leaf.exceptions)} errors): " + "; ".join(shown)

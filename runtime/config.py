@@ -224,6 +224,15 @@ class RuntimeConfig:
     """None: no health server. 0: any free port."""
     log_level: str = attrs.field(default="INFO", validator=_level)
 
+    @classmethod
+    def given(cls, config: Any) -> RuntimeConfig:
+        """What a program gave as its config: None reads the environment. Raises ConfigError for anything else."""
+        if config is None:
+            return cls.from_env()
+        if isinstance(config, cls):
+            return config
+        raise ConfigError(f"config must be RuntimeConfig(dsn=…) or None, not {type(config).__name__}")
+
     def __attrs_post_init__(self) -> None:
         # A third, so that two renewals may fail before the lease lapses.
         if self.renew_every_s > self.lease_s / 3 * (1 + 1e-9):

@@ -100,6 +100,7 @@ class Context:
         self._doors = doors
         self._park_after_s = park_after_s
         self._max_depth = max_depth
+        self._ended = False
         self._task: trio.lowlevel.Task | None = None
         self._ordinal = 0
         self._keys: set[str] = set()
@@ -454,6 +455,10 @@ class Context:
         """Remember the play's own task, outside of which waits need keys."""
         self._task = trio.lowlevel.current_task()
 
+    def end(self) -> None:
+        """The play has ended: whoever has kept its context can do nothing with it."""
+        self._ended = True
+
     async def call_of_thread(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call for the play's thread, which ends it when the attempt is told to stop.
 
@@ -498,6 +503,8 @@ class Context:
             raise RunCancelled(self.run_id, reason)
         if why is Why.PARKED:
             raise InputRefused("ctx", "the run is parking: its cleanup can write nothing more")
+        if self._ended:
+            raise InputRefused("ctx", f"attempt {self.attempt} of run {self.run_id} has ended")
 
 
 class Child:

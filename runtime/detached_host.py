@@ -55,7 +55,7 @@ def providers_of(
         known["local"] = LocalProvider()
     for sandbox, play in wanted.items():
         if sandbox not in known:
-            names = ", ".join(sorted(known)) or "none"
+            names = ", ".join(sorted({*known, "local"}))
             raise ConfigError(
                 f"play {play!r} wants sandbox {sandbox!r}: give it in sandboxes=, or with --sandboxes (known: {names})"
             )

@@ -87,6 +87,7 @@ class Executor:
             except BaseException as exc:
                 failure = _fault(attempt, exc)
                 ended = True
+        context.end()
         ending = self._ending(play, context, attempt, ended, output, failure)
         if ending is not None and attempt.has_unstored:
             await self._store(attempt)

@@ -148,6 +148,8 @@ def play(
 
 def index_plays(plays: Iterable[object]) -> dict[str, Play]:
     """The plays by name. Raises InvalidPlay for something that is no play, and for two of one name."""
+    if not isinstance(plays, Iterable):
+        raise InvalidPlay(f"plays must be a list of plays, as in plays=[greet], not {type(plays).__name__}")
     index: dict[str, Play] = {}
     for one in plays:
         if not isinstance(one, Play):

@@ -169,6 +169,8 @@ class Schedules:
 
 def check_declared(items: Iterable[Any]) -> list[Schedule]:
     """The schedules that a host declares, or InputRefused: no schedule at all, two of one name, a bad time."""
+    if not isinstance(items, Iterable):
+        raise InputRefused("schedules", f"must be a list of Schedule(…), not {preview(items)}")
     names: set[str] = set()
     declared = list(items)
     for item in declared:

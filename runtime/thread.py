@@ -24,8 +24,8 @@ from runtime.codec import JsonCodec
 from runtime.config import RuntimeConfig
 from runtime.handle import Handle
 from runtime.ledger import Ledger
-from runtime.plays import Play
-from runtime.schedules import Schedule
+from runtime.plays import Play, index_plays
+from runtime.schedules import Schedule, check_declared
 from runtime.sync import SyncVerbs
 from sql.errors import HostFailed, HostStopping, RunlaneError
 
@@ -51,7 +51,12 @@ class RuntimeThread(SyncVerbs):
         codec: JsonCodec | None,
     ) -> None:
         self._open = functools.partial(
-            Runtime.open, config, plays=list(plays), schedules=list(schedules), ledger=ledger, codec=codec
+            Runtime.open,
+            config,
+            plays=list(index_plays(plays).values()),
+            schedules=check_declared(schedules),
+            ledger=ledger,
+            codec=codec,
         )
         self._ready: Future[Runtime] = Future()
         self._ended: Future[None] = Future()

@@ -242,6 +242,14 @@ def test_a_refusal_names_the_path_and_the_reason(value: Any, field: str, word: s
     assert word in error.reason
 
 
+def test_a_call_without_await_is_named() -> None:
+    async def step() -> None: ...
+
+    forgotten = step()
+    assert refusal(forgotten).reason == "coroutine is not JSON; did you forget await?"
+    forgotten.close()
+
+
 def test_what_was_cut_ends_in_an_ellipsis() -> None:
     assert quoted("é" * 10, 10) == ascii("é" * 10)
     assert quoted("é" * 11, 10) == "'" + "\\xe9" * 9 + "…'"
@@ -538,7 +546,7 @@ def test_an_error_is_recorded_with_type_message_and_traceback() -> None:
     assert "in raised" in record["traceback"]
     assert record["traceback"].endswith("ValueError: no such file\n")
     assert storable(error_record(raised(KeyError())))["message"] == ""
-    assert error_record(PayloadRefused("a", "b"))["error_type"] == "sql.errors.PayloadRefused"
+    assert error_record(PayloadRefused("a", "b"))["error_type"] == "runtime.PayloadRefused"
 
 
 def test_poison_in_an_error_is_escaped_and_cut() -> None:  # fault 11.2

@@ -16,6 +16,13 @@ def test_the_defaults_are_valid_and_an_empty_environment_gives_them() -> None:
     assert RuntimeConfig.from_env({}) == RuntimeConfig()
 
 
+def test_what_a_program_gives_as_config() -> None:
+    mine = RuntimeConfig(schema="mine")
+    assert RuntimeConfig.given(mine) is mine
+    with pytest.raises(ConfigError, match=r"RuntimeConfig\(dsn=…\).* not str"):
+        RuntimeConfig.given("postgresql://db/app")
+
+
 def test_every_duration_and_size_names_its_unit() -> None:
     durations = [name for name, hint in get_type_hints(RuntimeConfig).items() if hint is float]
     assert "lease_s" in durations

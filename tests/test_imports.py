@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import runtime
+
 ROOT = Path(__file__).parent.parent
 LAYERS = ("sql", "actors", "runtime")
 ASYNCIO = {"asyncio", "asyncpg", "trio_asyncio"}
@@ -157,6 +159,13 @@ def test_no_sdk_of_a_provider_is_imported_before_it_is_used() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_errors_are_called_what_programs_import() -> None:
+    public = [vars(runtime)[name] for name in runtime.__all__]
+    errors = [one for one in public if isinstance(one, type) and issubclass(one, BaseException)]
+    assert runtime.Fatal in errors
+    assert {error.__module__ for error in errors} == {"runtime"}
 
 
 def test_a_wheel_has_every_package() -> None:

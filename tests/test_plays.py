@@ -196,3 +196,5 @@ def test_plays_are_indexed_by_name() -> None:
         InvalidPlay, match=r'with_data is not a play: decorate the function with @play\("name"\)'
     ):
         index_plays([with_data])
+    with pytest.raises(InvalidPlay, match=r"plays=\[greet\], not Play"):
+        index_plays(one)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+import trio_asyncio
 
 from runtime import (
     Context,
@@ -940,3 +942,50 @@ async def test_cancelling_twice_at_once_has_one_winner(hosts: Hosts) -> None:
                     nursery.start_soon(cancel, (rt, client)[number % 2], handle.run_id, outcomes)
             assert sum(outcome.won for outcome in outcomes) == 1
             assert {outcome.status for outcome in outcomes} == {"cancelled"}
+
+
+# --- misuse ------------------------------------------------------------------------------------------------
+
+
+async def test_a_context_that_outlives_its_attempt_says_so(hosts: Hosts) -> None:
+    kept: list[Context] = []
+
+    @play("keeps")
+    async def keeps(ctx: Context) -> None:
+        kept.append(ctx)
+
+    async with hosts.open(keeps) as rt:
+        await (await rt.submit(keeps)).result(timeout=10)
+        (ctx,) = kept
+        with pytest.raises(InputRefused, match="has ended"):
+            await ctx.sleep(1)
+        with pytest.raises(InputRefused, match="has ended"):
+            await ctx.step("late", lambda: None)
+        with pytest.raises(InputRefused, match="has ended"):
+            ctx.log("late")
+
+
+async def test_code_for_asyncio_has_no_loop_in_a_play_and_the_error_says_what_to_do(hosts: Hosts) -> None:
+    @play("bare")
+    async def bare(_: Context) -> None:
+        await asyncio.sleep(1)
+
+    @play("looks")
+    async def looks(_: Context) -> bool:
+        return trio_asyncio.current_loop.get() is None  # not an actor's, which ends with its connection
+
+    @play("brings")
+    async def brings(_: Context) -> Any:
+        async with trio_asyncio.open_loop():
+            return await trio_asyncio.aio_as_trio(asyncio.sleep)(0, "well")
+
+    @play("in_thread")
+    def in_thread(_: SyncContext) -> Any:
+        return asyncio.run(asyncio.sleep(0, "well"))
+
+    async with hosts.open(bare, looks, brings, in_thread) as rt:
+        with pytest.raises(RunFailed, match="Plays run on trio"):
+            await (await rt.submit(bare)).result(timeout=10)
+        for right in (brings, in_thread):
+            assert await (await rt.submit(right)).result(timeout=10) == "well"
+        assert await (await rt.submit(looks)).result(timeout=10)
