@@ -84,11 +84,15 @@ class Cleanup:
         self._on_orphans = on_orphans
         self._adopter = adopter
         self._confirm = door.confirm if adopter is None else adopter.confirm
+        self._under_way = 0
 
     async def run(self, life: Life) -> None:
-        """Clean up until asked to stop."""
+        """Clean up until asked to stop: what is under way then is brought to its end."""
+        self._under_way = 0
         held = Backoff(first_s=0.01, max_s=1.0)
-        async with life.session(self._options) as session:
+        async with life.session(self._options) as session, trio.open_nursery() as deletions:
+            # Deletions are made side by side; what becomes of them is written down one by one.
+            turn = trio.Lock()
             life.ready()
             look_at: float | None = None
             count_at = trio.current_time() + random.uniform(0.0, _CENSUS_EVERY_S)
@@ -99,43 +103,50 @@ class Cleanup:
                     return
                 life.beat()
                 if self._adopter is not None:
-                    await self._adopter.look(session)
-                due, next_due_s = await door.claim_cleanup(
-                    session, [self._provider], token=new_token(), limit=_AT_ONCE, lease_s=self._lease_s
-                )
-                await self._fulfil(session, due)
+                    async with turn:
+                        await self._adopter.look(session)
+                if trio.current_time() >= count_at:
+                    count_at = trio.current_time() + _CENSUS_EVERY_S
+                    await self._count(session, turn)
+                look_at = None
+                if self._under_way == _AT_ONCE:
+                    continue  # the first that ends wakes us
+                async with turn:
+                    due, next_due_s = await door.claim_cleanup(
+                        session,
+                        [self._provider],
+                        token=new_token(),
+                        limit=_AT_ONCE - self._under_way,
+                        lease_s=self._lease_s,
+                    )
+                for obligation in due:
+                    self._under_way += 1
+                    deletions.start_soon(self._fulfil, session, turn, obligation)
                 if due or next_due_s is None or next_due_s > 0:
                     held.reset()
                     wait_s = next_due_s
                 else:
                     wait_s = held.next()  # what is due is locked by somebody
-                look_at = None
                 if wait_s is not None:
                     look_at = trio.current_time() + max(0.0, wait_s) + random.uniform(0.0, 0.02)
-                if trio.current_time() >= count_at:
-                    count_at = trio.current_time() + _CENSUS_EVERY_S
-                    await self._count(session)
 
-    async def _fulfil(self, session: Session, due: Sequence[Obligation]) -> None:
-        send, receive = trio.open_memory_channel[tuple[Obligation, Step]](math.inf)
+    async def _fulfil(self, session: Session, turn: trio.Lock, obligation: Obligation) -> None:
+        send, receive = trio.open_memory_channel[Step](math.inf)
 
-        async def one(obligation: Obligation) -> None:
-            with trio.move_on_after(self._lease_s * 0.8) as limit:
-                await self._delete(obligation, lambda step: send.send_nowait((obligation, step)))
-            if limit.cancelled_caught:
-                error = f"no answer within {self._lease_s * 0.8:g} s"
-                send.send_nowait((obligation, Step("failed", error=error)))
-
-        async def all_of_them() -> None:
-            async with trio.open_nursery() as side_by_side:
-                for obligation in due:
-                    side_by_side.start_soon(one, obligation)
-            send.close()
+        async def delete() -> None:
+            with send:
+                with trio.move_on_after(self._lease_s * 0.8) as limit:
+                    await self._delete(obligation, send.send_nowait)
+                if limit.cancelled_caught:
+                    send.send_nowait(Step("failed", error=f"no answer within {self._lease_s * 0.8:g} s"))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(all_of_them)
-            async for obligation, step in receive:
-                await self._write(session, obligation, step)
+            nursery.start_soon(delete)
+            async for step in receive:
+                async with turn:
+                    await self._write(session, obligation, step)
+        self._under_way -= 1
+        self.wake.set()
 
     async def _write(self, session: Session, obligation: Obligation, step: Step) -> None:
         if step.kind == "accepted":
@@ -198,11 +209,11 @@ class Cleanup:
                 return answer
             await trio.sleep(backoff.next())
 
-    async def _count(self, session: Session) -> None:
-        orphans = await self._unanswered_for(session)
+    async def _count(self, session: Session, turn: trio.Lock) -> None:
+        orphans = await self._unanswered_for(session, turn)
         if orphans:
             # Counted and asked about are two moments: what was deleted in between is not there the second time.
-            still = set(await self._unanswered_for(session))
+            still = set(await self._unanswered_for(session, turn))
             orphans = [name for name in orphans if name in still]
         if orphans:
             shown = ",".join(orphans[:10])
@@ -211,11 +222,12 @@ class Cleanup:
             )
         self._on_orphans(self._provider, orphans)
 
-    async def _unanswered_for(self, session: Session) -> Sequence[str]:
+    async def _unanswered_for(self, session: Session, turn: trio.Lock) -> Sequence[str]:
         names: Sequence[str] = ()
         with trio.move_on_after(self._lease_s * 0.8):
             names = await self._census()
-        return await door.unknown(session, names) if names else []
+        async with turn:
+            return await door.unknown(session, names) if names else []
 
 
 def _spread(tries: int, bounds: tuple[float, float]) -> float:
