@@ -24,6 +24,7 @@ CHILDREN = {
     "host": "bench.takeover:host",
     "delivery": "bench.delivery:delivered",
     "receiver": "bench.delivery:received",
+    "detached": "bench.detached:hosted",
     "steps": "bench.steps:stepped",
     "bridge": "bench.bridge:crossed",
     "cancel": "bench.cancel:cancelled",

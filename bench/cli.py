@@ -20,6 +20,7 @@ from bench import (
     bridge,
     cancel,
     delivery,
+    detached,
     drain,
     fairness,
     growth,
@@ -289,6 +290,31 @@ def takeover_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
 def steps_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
     """Steps recorded by one host: many runs, one map, one by one."""
     _measure(partial(steps.run, **options), dsn, as_json)
+
+
+@cli.command("detached")
+@click.option(
+    "--samples", type=click.IntRange(1, 10_000), default=400, show_default=True, help="Results, one by one."
+)
+@click.option(
+    "--gap", "gap_s", type=click.FloatRange(0.0, 60.0), default=0.06, show_default=True,
+    help="Seconds between two of them, on average.",
+)  # fmt: skip
+@click.option(
+    "--runners", type=click.IntRange(1, 10_000), default=200, show_default=True, help="That are heard of."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(1.0, 600.0), default=20.0, show_default=True, help="For so long."
+)
+@click.option(
+    "--load", "load_per_s", type=click.FloatRange(0.0, 100_000.0), default=100.0, show_default=True,
+    help="Runs per second beside them.",
+)  # fmt: skip
+@_rounds(3)
+@_scenario
+def detached_verb(dsn: str | None, as_json: bool, **options: Any) -> None:
+    """Runners in sandboxes: results and heartbeats through the gateway."""
+    _measure(partial(detached.run, **options), dsn, as_json)
 
 
 @cli.command("bridge")

@@ -25,6 +25,7 @@ from bench import (
     cancel,
     children,
     delivery,
+    detached,
     drain,
     fairness,
     growth,
@@ -185,6 +186,16 @@ async def test_steps_measures_three_shapes(tidy: str) -> None:
     assert report.sound, report.checks
     assert report.rounds[0]["made"] == 5 + 60 + 60 + 5
     assert min(found.values()) > 0
+
+
+async def test_detached_measures_results_and_heartbeats(tidy: str) -> None:
+    report = await detached.run(
+        tidy, samples=5, gap_s=0.01, runners=5, seconds=2.0, load_per_s=20.0, rounds=1
+    )
+    found = figures(report)
+    assert report.sound, report.checks
+    assert min(found.values()) > 0
+    assert found["the load"] == pytest.approx(20.0, rel=0.5)
 
 
 async def test_bridge_measures_three_ways(tidy: str) -> None:
