@@ -81,7 +81,7 @@ class Liveness:
                     session, [self._provider], limit=_PAGE, look_s=self._look_s
                 )
                 await self._look(session, silent)
-                if remaining or (not silent and next_due_s is not None and next_due_s <= 0):
+                if remaining or (not silent and next_due_s is not None and next_due_s < 0):
                     # Somebody holds the rows that are due.
                     look_at = trio.current_time() + held.next()
                 elif next_due_s is None:

@@ -31,7 +31,8 @@ from sql.settle import Settlement
 
 log = logging.getLogger("runlane.detached")
 
-# What a runner is told through its environment.
+# What a runner is told through its environment. Of gateways one or more, with spaces between: when the first is away it
+# goes to another.
 GATEWAY = "RUNLANE_RUNNER_GATEWAY"
 TOKEN = "RUNLANE_RUNNER_TOKEN"
 PLAYS = "RUNLANE_RUNNER_PLAYS"
@@ -42,6 +43,8 @@ _WRITE_S = 10.0
 _FROZEN_AFTER = 3.0
 # A sandbox that lives and was never heard of may still be starting.
 _STARTED_WITHIN_S = 120.0
+# No moment that a provider tells is later than this, in seconds since the epoch.
+_LAST_MOMENT = 2.0**33
 # A token outlives the ceiling by this: a last word may be late.
 _TOKEN_GRACE_S = 3_600.0
 
@@ -50,7 +53,7 @@ _TOKEN_GRACE_S = 3_600.0
 class Launch:
     """How runners are started: what they are told, and how long things may take."""
 
-    gateway_url: Callable[[], Awaitable[str]]
+    gateways: Callable[[], Awaitable[Sequence[str]]]
     tokens: RunnerTokens
     create_s: float
     heartbeat_timeout_s: float
@@ -130,7 +133,7 @@ class Launcher:
             attempt=attempt.attempt,
             command=("python", "-m", "runtime", "runner"),
             env={
-                GATEWAY: await self._launch.gateway_url(),
+                GATEWAY: " ".join(await self._launch.gateways()),
                 TOKEN: self._launch.tokens.mint(bearer, lifetime_s=lifetime_s),
                 PLAYS: play.home,
             },
@@ -170,8 +173,12 @@ class LaunchingExecutor:
         return released(attempt) if failure is None else self._execute.failed(play, attempt, failure)
 
 
-def judge_with(provider: SandboxProvider) -> Judge:
-    """How silent runners of this provider are judged."""
+def judge_with(provider: SandboxProvider, heard_s: Callable[[], float]) -> Judge:
+    """How silent runners of this provider are judged. ``heard_s``: since when this host's gateway could be heard.
+
+    A host that has just come up, after an outage of all of them say, has to listen for a while before it may take for
+    frozen what was silent before.
+    """
 
     async def judge(silent: Silent) -> Judgement:
         if silent.finding == "ceiling":
@@ -187,21 +194,35 @@ def judge_with(provider: SandboxProvider) -> Judge:
         except Exception as exc:  # the provider's own: nothing is known, so nothing is done
             log.warning("event=inspection_failed sandbox=%s error=%r", silent.sandbox, exc)
             return Judgement(None)
-        found = dict(inspection.diagnostics)
+        found: dict[str, object] = {}
         if inspection.state == "running":
             patience_s = _FROZEN_AFTER * silent.heartbeat_timeout_s
             if silent.heartbeat_at is None:
                 patience_s = max(patience_s, _STARTED_WITHIN_S)
-            if silent.silent_s < patience_s:
+            if silent.silent_s < patience_s or heard_s() < silent.heartbeat_timeout_s:
                 return Judgement(None)
             why = f"its sandbox lives, but it was not heard of for {silent.silent_s:.0f} s"
-        elif inspection.state == "absent" and not found:
-            why = "its sandbox is gone"
         else:
-            why = _why(inspection)
+            found = _end_of(silent, inspection)
+            gone = inspection.state == "absent" and not inspection.diagnostics
+            why = "its sandbox is gone" if gone else _why(inspection)
         return Judgement(_verdict(silent, "lost", "RunnerLost", why), found)
 
     return judge
+
+
+def _end_of(silent: Silent, inspection: Inspection) -> dict[str, object]:
+    """What is known of a lost runner's end. ``ended_at``, in seconds since the epoch, is where its bill ends.
+
+    A provider's clock is not the database's: what it saw counts from the last heartbeat on. Without it, as far as
+    anybody knows, the last heartbeat was the end.
+    """
+    found = dict(inspection.diagnostics)
+    seen = found.pop("ended_at", None)
+    known = [silent.heartbeat_at.timestamp()] if silent.heartbeat_at is not None else []
+    if isinstance(seen, int | float) and 0 <= seen < _LAST_MOMENT:
+        known.append(seen)
+    return {**found, "ended_at": max(known)} if known else found
 
 
 def _why(inspection: Inspection) -> str:

@@ -127,13 +127,14 @@ class DetachedWork:
         self._on_orphans = on_orphans
         self._tokens = RunnerTokens.of(secret, config.schema)
         self._bound = trio.Event()
+        self._bound_at = math.inf
         self._url = ""
         self._announced = False
         self._others: tuple[float, list[str]] = (-math.inf, [])
         self.entries: Mailbox[Entry] = Mailbox("custody", 10_000, abandon=_abandon)
         self.words: Mailbox[Word] = Mailbox("runners", 10_000, abandon=_abandon)
         launch = Launch(
-            gateway_url=self._gateway_url,
+            gateways=self._own_and_others,
             tokens=self._tokens,
             create_s=config.sandbox_create_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -183,7 +184,7 @@ class DetachedWork:
             liveness = Liveness(
                 self._options,
                 hints,
-                judge_with(provider),
+                judge_with(provider, self._heard_s),
                 provider=provider.key,
                 look_s=min(_LOOK_S, config.heartbeat_timeout_s),
                 crash_cap=config.crash_cap,
@@ -215,14 +216,19 @@ class DetachedWork:
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.health_host, config.health_host)
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._url = url
+        self._bound_at = trio.current_time()
         self._bound.set()
 
-    async def _gateway_url(self) -> str:
+    def _heard_s(self) -> float:
+        return trio.current_time() - self._bound_at
+
+    async def _own_and_others(self) -> Sequence[str]:
+        """Where a new runner may go, this host first."""
         await self._bound.wait()
         if not self._announced:
             await self._ask(lambda session: runners.set_gateway(session, self._owner, self._url))
             self._announced = True
-        return self._url
+        return [self._url, *(url for url in await self._gateways() if url != self._url)]
 
     async def _gateways(self) -> Sequence[str]:
         """Where else runners may go, read now and then."""

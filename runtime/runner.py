@@ -60,6 +60,8 @@ log = logging.getLogger("runlane.runner")
 _REQUEST_S = 30.0
 _MOST_FACTS = 500
 _MOST_GATEWAYS = 16
+# A gateway that is away is asked again at least this often, by those that are just starting and by all others.
+_FIRST_PAUSE_S, _PAUSE_S = 2.0, 10.0
 # The codes that say: the same again, later.
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -71,10 +73,13 @@ class RunnerGone(RunlaneError):
 class GatewayClient:
     """Requests to the gateway, each asked again until it is answered."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, urls: Iterable[str], token: str) -> None:
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
         self._client = httpx.AsyncClient(headers=headers, timeout=_REQUEST_S)
-        self._urls = [url.rstrip("/")]
+        self._urls: list[str] = []
+        self.learn(urls)
+        self.pause_s = _FIRST_PAUSE_S
+        """The longest between two requests for the same."""
 
     async def __aenter__(self) -> GatewayClient:
         await self._client.__aenter__()
@@ -85,18 +90,28 @@ class GatewayClient:
 
     def learn(self, urls: Iterable[str]) -> None:
         """Where else the gateway is. The ones that were known stay: the first of all may be a balancer's address."""
-        self._urls += [url for url in urls if url not in self._urls][: _MOST_GATEWAYS - len(self._urls)]
+        fresh = [url for url in (url.rstrip("/") for url in urls) if url not in self._urls]
+        self._urls += fresh[: _MOST_GATEWAYS - len(self._urls)]
 
-    async def ask(self, verb: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer to a verb. Raises RunnerGone where asking again is of no use."""
-        backoff = Backoff(first_s=0.05, max_s=10.0)
+    async def ask(
+        self, verb: str, body: Mapping[str, Any] | None = None, *, answer_s: float = _REQUEST_S
+    ) -> Any:
+        """The answer to a verb; a gateway that gives none within ``answer_s`` counts as away.
+
+        Raises RunnerGone where asking again is of no use.
+        """
+        backoff = Backoff(first_s=0.05, max_s=self.pause_s)
         content = json.dumps(body or {})
         while True:
+            url = self._urls[0]
             try:
-                response = await self._client.post(f"{self._urls[0]}/v1/runner/{verb}", content=content)
+                response = await self._client.post(
+                    f"{url}/v1/runner/{verb}", content=content, timeout=answer_s
+                )
             except httpx.HTTPError as error:
-                log.info("event=gateway_away verb=%s url=%s error=%r", verb, self._urls[0], error)
-                self._urls.append(self._urls.pop(0))
+                log.info("event=gateway_away verb=%s url=%s error=%r", verb, url, error)
+                if url == self._urls[0]:  # else another request has found that out
+                    self._urls.append(self._urls.pop(0))
             else:
                 if response.status_code == 200:
                     return response.json()
@@ -109,8 +124,8 @@ class GatewayClient:
 
 async def run_attempt(environ: Mapping[str, str]) -> None:
     """Run the attempt that the environment names to its end. Raises ConfigError and RunnerGone."""
-    url, token, home = (_required(environ, name) for name in (GATEWAY, TOKEN, PLAYS))
-    async with GatewayClient(url, token) as gateway:
+    urls, token, home = (_required(environ, name) for name in (GATEWAY, TOKEN, PLAYS))
+    async with GatewayClient(urls.split(), token) as gateway:
         told = await gateway.ask("start")
         play = _play(home, told["claimed"]["play"])
         await _Runner(gateway, play, told["claimed"], told["manners"]).run()
@@ -122,6 +137,8 @@ class _Runner:
     ) -> None:
         self._gateway = gateway
         self._beat_s = float(manners["heartbeat_s"])
+        # The time that a gateway was away is not to be taken for our silence.
+        gateway.pause_s = min(_PAUSE_S, self._beat_s)
         self._flush_s = float(manners["flush_ms"]) / 1000
         now = trio.current_time()
         self._attempt = Attempt(cattrs.structure({**claimed, "token": 0}, Claimed), math.inf, now)
@@ -346,7 +363,8 @@ class _Runner:
         while True:
             await trio.sleep(self._beat_s * random.uniform(0.8, 1.0))
             try:
-                answer = await self._gateway.ask("heartbeat")
+                # A host may hang while its port still answers: the others shall hear of us in time.
+                answer = await self._gateway.ask("heartbeat", answer_s=min(_REQUEST_S, 2 * self._beat_s))
             except RunnerGone as gone:
                 log.warning("event=runner_gone run=%s reason=%r", self._attempt.run_id, str(gone))
                 self._attempt.stop(Why.LOST)

@@ -21,11 +21,12 @@ _ACCOUNTS = """
 SELECT r.run_id, r.status, r.attempt, a.ended AS attempts_ended, a.expired AS attempts_expired,
        f.terminals, f.lifecycle, f.logged, coalesce(l.applied_facts, 0) AS lifecycle_applied,
        g.applied AS logged_applied,
-       f.lifecycle = coalesce(f.last_seq, 0) AND f.lifecycle = r.last_seq AS unbroken
+       f.numbered = coalesce(f.last_seq, 0) AND f.numbered = r.last_seq AS unbroken
   FROM unnest($1::text[]) AS i (run_id)
   JOIN @schema@.runs r ON r.run_id = i.run_id
  CROSS JOIN LATERAL (
-        SELECT count(*) FILTER (WHERE lane = 0) AS lifecycle, count(*) FILTER (WHERE lane = 1) AS logged,
+        SELECT count(*) FILTER (WHERE lane = 0 AND NOT @schema@.quiet_fact(type, payload)) AS lifecycle,
+               count(*) FILTER (WHERE lane = 1) AS logged, count(*) FILTER (WHERE lane = 0) AS numbered,
                max(seq) FILTER (WHERE lane = 0) AS last_seq, count(*) FILTER (WHERE type = ANY ($2)) AS terminals
           FROM @schema@.facts WHERE run_id = r.run_id) f
  CROSS JOIN LATERAL (
@@ -40,9 +41,9 @@ SELECT r.run_id, r.status, r.attempt, a.ended AS attempts_ended, a.expired AS at
 class Account:
     """One run: what its log says and what the ledger applied.
 
-    ``lifecycle`` and ``logged`` count the facts of the two lanes; ``…_applied`` how many of them the ledger
-    says it applied. ``terminals`` counts terminal facts. ``unbroken``: the lifecycle facts are numbered without
-    a gap up to the run's last.
+    ``lifecycle`` and ``logged`` count the facts of the two lanes that a ledger is told of; ``…_applied`` how many
+    of them it says it applied. ``terminals`` counts terminal facts. ``unbroken``: the lifecycle facts are numbered
+    without a gap up to the run's last.
     """
 
     run_id: str

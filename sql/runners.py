@@ -158,7 +158,8 @@ async def settle_results(session: Session, *, limit: int) -> tuple[int, int]:
 async def sweep(
     session: Session, providers: Sequence[str], *, limit: int, look_s: float
 ) -> tuple[list[Silent], float | None]:
-    """Runners to ask about, up to ``limit`` per provider, which are ours for ``look_s``; seconds until the next."""
+    """Runners to ask about, of up to ``limit`` (1 to 100) due ones per provider, which are ours for ``look_s``; seconds
+    until the next: 0 if there may be more now, less than 0 if others hold what is due."""
     rows = await session.fetch(
         call(session.options.schema, "sweep_runners", 3), list(providers), limit, look_s
     )

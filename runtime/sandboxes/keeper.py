@@ -33,6 +33,7 @@ SPEC_VARIABLE = "RUNLANE_RUNNER_SPEC"
 REPORT = "runlane keeper: "
 
 _CHUNK = 65_536
+_MARK_EVERY_S = 0.2
 # What is read of a pipe that others still write to when the command is over.
 _MOST_REST = 256
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -45,6 +46,10 @@ class Output(Protocol):
 
     def write(self, chunk: bytes) -> None:
         """Take the next part."""
+        ...
+
+    def mark(self) -> None:
+        """The command lives. Called a few times a second."""
         ...
 
 
@@ -115,6 +120,11 @@ class _Latest:
         self._file.write(chunk[-self._half :])
         self._file.flush()
 
+    def mark(self) -> None:
+        """Should we be killed, the time of our file says until when we saw the command live."""
+        with contextlib.suppress(OSError):  # somebody else removed the folder
+            os.utime(self._home / PID_FILE)
+
     def close(self) -> None:
         self._file.close()
 
@@ -159,6 +169,9 @@ class _Passed:
         last = self._last + rest
         self._last = last[-self._half :]
         self._left_out += len(last) - len(self._last)
+
+    def mark(self) -> None:
+        pass
 
     def end(self) -> None:
         if self._left_out:
@@ -249,11 +262,15 @@ def _watch(process: subprocess.Popen[bytes], said: IO[bytes], output: Output, ce
     ends_at = None if ceiling_s is None else time.monotonic() + ceiling_s
     said_all = False
     rest = _MOST_REST
+    mark_at = 0.0
     while True:
         ended = process.poll() is not None
         if not ended and ends_at is not None and time.monotonic() >= ends_at:
             process.kill()
             return "it was over its ceiling"
+        if not ended and time.monotonic() >= mark_at:
+            output.mark()
+            mark_at = time.monotonic() + _MARK_EVERY_S
         ready, _, _ = select.select([] if said_all else [said], [], [], 0.0 if ended else 0.2)
         chunk = os.read(said.fileno(), _CHUNK) if ready else b""
         said_all = said_all or (bool(ready) and not chunk)

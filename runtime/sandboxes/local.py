@@ -133,7 +133,11 @@ class LocalProvider:
         if ended is None and _lives(_read(home / PID_FILE)):
             return Inspection("running")
         # It may have ended between the two looks.
-        diagnostics = _read(home / EXIT_FILE) or {"reason": "its processes are gone without a word"}
+        diagnostics = _read(home / EXIT_FILE)
+        if diagnostics is None:
+            diagnostics = {"reason": "its processes are gone without a word"}
+            with contextlib.suppress(OSError):
+                diagnostics["ended_at"] = (home / PID_FILE).stat().st_mtime  # the keeper's last mark
         output = b""
         for name in (OLDER_OUTPUT_FILE, OUTPUT_FILE):
             with contextlib.suppress(OSError):

@@ -5,9 +5,10 @@
 
 -- Finalises jobs that are due: of runs that have ended and whose sandboxes have all been taken by their provider, or have
 -- outlived their ceiling (without one: their attempt) by p_grace_s; those are billed up to that and told as late. What no
--- provider ever said to exist costs nothing. Others are looked at again in p_again_s. Runner time ends when the result
--- was first received, sandbox time when the provider took the deletion: both are moments of this database, never a
--- sandbox's own word.
+-- provider ever said to exist, and no deletion found, costs nothing. Others are looked at again in p_again_s. Runner time
+-- ends when the result was first received, sandbox time when the provider took the deletion: both are moments of this
+-- database, never a sandbox's own word. A lost runner's ends when its provider saw it end, or at its last heartbeat, at the
+-- latest with the verdict: nobody pays for the silence that it took to find out.
 CREATE OR REPLACE FUNCTION @schema@.finalise_billing(
     p_limit integer, p_grace_s double precision, p_again_s double precision
 ) RETURNS TABLE (finalised integer, postponed integer, next_due_s double precision)
@@ -47,10 +48,15 @@ BEGIN
                s.provider, s.org_id, coalesce(s.custody_at, s.created_at),
                coalesce(s.accepted_at, billed_until(s, p_grace_s)), v_now
           FROM sandboxes s
-         WHERE s.run_id = ANY (v_done) AND s.custody_at IS NOT NULL
+         WHERE s.run_id = ANY (v_done)
+           AND (s.custody_at IS NOT NULL
+                -- Its host died before it could write down that it was there.
+                OR EXISTS (SELECT 1 FROM sandbox_events e
+                            WHERE e.event_id = ANY (ARRAY[s.sandbox || ':delete_accepted'])
+                              AND e.details ->> 'outcome' = 'deleted' OFFSET 0))
         UNION ALL
         SELECT a.run_id || ':runner:' || a.attempt, a.run_id, a.attempt, 'runner', s.provider, s.org_id,
-               coalesce(s.custody_at, s.created_at), least(coalesce(q.received_at, a.ended_at), a.ended_at), v_now
+               coalesce(s.custody_at, s.created_at), least(coalesce(q.received_at, lost_at(a.outcome, s), a.ended_at), a.ended_at), v_now
           FROM attempts a
           JOIN sandboxes s ON s.run_id = ANY (ARRAY[a.run_id]) AND s.attempt = a.attempt
                           AND s.sandbox NOT LIKE 'adopted:%'  -- of an older generation, and so was its attempt
@@ -77,6 +83,15 @@ LANGUAGE sql IMMUTABLE
 AS $$
     SELECT coalesce(nullif(p_sandbox.ceiling_at, 'infinity'), p_sandbox.wanted_at, p_sandbox.created_at)
            + make_interval(secs => p_grace_s)
+$$;
+
+-- When the runner of a lost attempt was over, as far as anybody knows; NULL: not known, or not lost.
+CREATE OR REPLACE FUNCTION @schema@.lost_at(p_outcome text, p_sandbox @schema@.sandboxes) RETURNS timestamptz
+LANGUAGE sql IMMUTABLE
+@seek@
+AS $$
+    SELECT greatest(to_timestamp((p_sandbox.diagnostics -> 'ended_at')::double precision), p_sandbox.custody_at)
+     WHERE p_outcome = 'lost' AND jsonb_typeof(p_sandbox.diagnostics -> 'ended_at') = 'number'
 $$;
 
 -- One page of records for export, in the order in which they were made.

@@ -274,10 +274,11 @@ CREATE OR REPLACE TRIGGER end_runner AFTER INSERT ON @schema@.attempts
     FOR EACH ROW WHEN (NEW.owner = 0) EXECUTE FUNCTION @schema@.end_runner();
 
 -- Looks at runners whose due time has passed and answers those that somebody has to ask the provider about ('stale')
--- or that have reached their ceiling ('ceiling'), up to p_limit per provider, so that one provider's backlog hides
--- nobody else's. They are not due again for p_look_s seconds, which is the time the caller has. Runners that were
--- heard of meanwhile get their next due time. The heartbeat is answered exactly.
--- Always ends with one row with run_id NULL that carries next_due_s, as claim_runs does.
+-- or that have reached their ceiling ('ceiling'), of up to p_limit (1 to 100) that are due per provider, so that one
+-- provider's backlog hides nobody else's. They are not due again for p_look_s seconds, which is the time the caller has.
+-- Runners that were heard of meanwhile get their next due time. The heartbeat is answered exactly.
+-- Always ends with one row with run_id NULL that carries next_due_s, as claim_runs does: exactly 0 says that there may be
+-- more that are due, less than 0 that others hold them.
 CREATE OR REPLACE FUNCTION @schema@.sweep_runners(p_providers text[], p_limit integer, p_look_s double precision)
 RETURNS TABLE (
     run_id text, attempt integer, token bigint, provider text, sandbox text, provider_id text, routing_domain text,
@@ -289,21 +290,26 @@ AS $$
 #variable_conflict use_column
 DECLARE
     v_now      CONSTANT timestamptz := clock();
+    v_limit    CONSTANT integer := least(greatest(p_limit, 1), 100);
     v_provider text;
     v_full     boolean := false;
-    v_seen     integer;
+    v_ids      text[];
 BEGIN
     PERFORM require_read_committed();
     FOREACH v_provider IN ARRAY p_providers LOOP
+        SELECT array_agg(t.run_id) INTO v_ids
+          FROM (SELECT n.run_id FROM runners n
+                 WHERE n.provider = v_provider AND n.due_at <= v_now
+                 ORDER BY n.due_at LIMIT v_limit
+                   FOR NO KEY UPDATE SKIP LOCKED) t;
+        v_full := v_full OR cardinality(v_ids) = v_limit;
+
         RETURN QUERY
         WITH due AS MATERIALIZED (
             SELECT n.run_id, n.attempt, n.token, n.heartbeat_at, n.ceiling_at, n.started_at, n.heartbeat_timeout_s, n.sandbox,
                    least(coalesce(n.heartbeat_at, n.started_at) + make_interval(secs => n.heartbeat_timeout_s),
                          n.ceiling_at) AS overdue_at
-              FROM runners n
-             WHERE n.provider = v_provider AND n.due_at <= v_now
-             ORDER BY n.due_at LIMIT p_limit
-               FOR NO KEY UPDATE SKIP LOCKED
+              FROM runners n WHERE n.run_id = ANY (v_ids)
         ), pushed AS (
             UPDATE runners n
                SET due_at = CASE WHEN d.overdue_at > v_now THEN d.overdue_at
@@ -319,8 +325,6 @@ BEGIN
            AND NOT EXISTS (SELECT 1 FROM runner_results q
                             WHERE q.run_id = ANY (ARRAY[d.run_id]) AND q.attempt = d.attempt OFFSET 0)
            AND NOT EXISTS (SELECT 1 FROM cancellations c WHERE c.run_id = ANY (ARRAY[d.run_id]) OFFSET 0);
-        GET DIAGNOSTICS v_seen = ROW_COUNT;
-        v_full := v_full OR v_seen = p_limit;
     END LOOP;
 
     RETURN QUERY

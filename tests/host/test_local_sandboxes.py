@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import trio
 
 from runtime.sandboxes import Inspection, LocalProvider, SandboxRef, SandboxSpec
 from tests.support.hosts import eventually
@@ -60,6 +64,16 @@ async def test_what_has_left_the_group_is_killed_too(provider: LocalProvider) ->
     assert _marked()
     assert await provider.delete(REF) == "deleted"
     assert not _marked()
+
+
+async def test_its_end_is_known_though_nobody_was_left_to_tell(provider: LocalProvider) -> None:
+    made = await provider.create(spec("import time; time.sleep(60)"))
+    await trio.sleep(1.0)
+    killed_at = time.time()
+    os.killpg(int(made.provider_id), signal.SIGKILL)
+    found = await ended(provider)
+    assert found.diagnostics["ended_at"] == pytest.approx(killed_at, abs=0.9)
+    await provider.delete(REF)
 
 
 def _marked() -> list[str]:

@@ -63,7 +63,7 @@ _TABLES = [
     "receipts",
     "schedules", "fires",
     "rate_scopes", "rate_holds", "circuits",
-    "runners", "runner_results", "sandboxes", "billing_jobs", "compute_records",
+    "runners", "runner_results", "sandboxes", "sandbox_events", "billing_jobs", "compute_records",
 ]  # fmt: skip
 
 # Beside what is under test: 25,000 runs that have ended, and 5,000 each that are due for another play, due later for
@@ -72,6 +72,9 @@ _GROW = """
 INSERT INTO @schema@.sandboxes (created_at, due_at, certain_at, attempt, custody_at, wanted_at, accepted_at,
         confirmed_at, sandbox, provider, run_id)
 SELECT t, 'infinity', t, 1, t, t, t, t, 'box-' || n, 'local', 'old-' || lpad(n::text, 6, '0')
+  FROM generate_series(1, 50000) AS n, clock_timestamp() AS t;
+INSERT INTO @schema@.sandbox_events (happened_at, event_id, sandbox, type, details)
+SELECT t, 'box-' || n || ':delete_accepted', 'box-' || n, 'delete_accepted', '{"outcome": "deleted"}'
   FROM generate_series(1, 50000) AS n, clock_timestamp() AS t;
 INSERT INTO @schema@.billing_jobs (created_at, due_at, finalised_at, run_id)
 SELECT t, t, t, 'old-' || lpad(n::text, 6, '0') FROM generate_series(1, 50000) AS n, clock_timestamp() AS t;

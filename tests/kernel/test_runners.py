@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 
 from sql import billing, facts, limits, runners, sandboxes, settle
@@ -36,8 +39,8 @@ def name_of(item: Claimed) -> str:
     return f"{item.run_id}-{item.attempt}"
 
 
-async def reserve(kernel: Kernel, item: Claimed) -> str:
-    reservation = sandboxes.Reservation(item.run_id, item.attempt, item.token, name_of(item), PROVIDER)
+async def reserve(kernel: Kernel, item: Claimed, provider: str = PROVIDER) -> str:
+    reservation = sandboxes.Reservation(item.run_id, item.attempt, item.token, name_of(item), provider)
     (answer,) = await sandboxes.reserve(kernel.session, [reservation], due_s=120.0)
     return answer
 
@@ -72,6 +75,14 @@ async def push(kernel: Kernel, item: Claimed, outcome: str = "completed", **fiel
         kernel.session, [settle.Settlement(item.run_id, item.attempt, token, outcome, **fields)]
     )
     return answer
+
+
+async def wanted(kernel: Kernel, *, token: int = 7, limit: int = 9) -> list[sandboxes.Obligation]:
+    """Claim what is to be deleted now."""
+    found, _ = await sandboxes.claim_cleanup(
+        kernel.session, [PROVIDER], token=token, limit=limit, lease_s=30.0
+    )
+    return found
 
 
 async def sweep(kernel: Kernel, look_s: float = 10.0) -> list[runners.Silent]:
@@ -200,6 +211,21 @@ async def test_a_result_or_a_cancellation_wins_over_a_verdict(dsn: str, schema: 
         assert await beat(kernel, two) == "cancelled"
 
 
+async def test_a_page_of_runners_that_were_heard_of_is_followed_by_the_next_at_once(
+    dsn: str, schema: str
+) -> None:
+    """H-8: however many hearts beat, a sweep gets to the one that does not."""
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        items = [await detached(kernel) for _ in range(3)]
+        await kernel.advance(TIMEOUT_S)
+        for item in items[:2]:
+            assert await beat(kernel, item) == "ok"
+        pages = [await runners.sweep(kernel.session, [PROVIDER], limit=1, look_s=10.0) for _ in range(4)]
+        assert [[one.run_id for one in found] for found, _ in pages] == [[], [], [items[2].run_id], []]
+        assert [next_due_s for _, next_due_s in pages] == [0, 0, 0, 10]
+
+
 async def test_past_its_ceiling_a_run_fails_however_alive_its_runner_is(dsn: str, schema: str) -> None:
     """D-18, D-23, D-25, D-26."""
     async with checked(dsn, schema) as kernel:
@@ -216,6 +242,69 @@ async def test_past_its_ceiling_a_run_fails_however_alive_its_runner_is(dsn: str
         await beat(kernel, item)
         assert await judge(kernel, silent, "ceiling") == "done"
         assert await kernel.status(item.run_id) == "failed"
+
+
+async def test_one_providers_backlog_hides_nobody_elses_and_is_walked_through(dsn: str, schema: str) -> None:
+    """H-8, H-9."""
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        for provider in (PROVIDER, PROVIDER, PROVIDER, "elsewhere"):
+            item = await kernel.started()
+            assert await reserve(kernel, item, provider) == "reserved"
+            assert await detach(kernel, item) == "done"
+        await kernel.advance(TIMEOUT_S)
+        seen: list[runners.Silent] = []
+        pages = []
+        for limit in (1, 0, -5):  # never less than one
+            found, next_due_s = await runners.sweep(
+                kernel.session, [PROVIDER, "elsewhere"], limit=limit, look_s=10.0
+            )
+            assert next_due_s == 0  # there may be more
+            pages.append(sorted(one.provider for one in found))
+            seen += found
+        assert pages == [["elsewhere", PROVIDER], [PROVIDER], [PROVIDER]]
+        assert len({one.run_id for one in seen}) == 4
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (partial(push, outcome="completed"), "completed"),
+        (partial(push, outcome="failed", payload='{"error": {"message": "no"}}'), "failed"),
+        (partial(push, outcome="retried", payload='{"error": {"message": "no"}}', delay_s=5.0), "retried"),
+        (partial(push, outcome="deferred", payload='{"error": {"message": "no"}}', delay_s=5.0), "deferred"),
+        (partial(push, outcome="released", payload="{}"), "released"),
+        (
+            partial(
+                push, outcome="parked", payload="{}", waits='[{"key": "k", "kind": "event", "name": "n"}]'
+            ),
+            "parked",
+        ),
+        (lambda kernel, item: kernel.cancel(item.run_id), "cancelled"),
+        (lambda kernel, item: judged(kernel, "lost"), "lost"),
+        (lambda kernel, item: judged(kernel, "ceiling"), "ceiling"),
+    ],
+)
+async def test_however_a_detached_attempt_ends_its_sandbox_is_wanted_back_and_its_bill_is_due(
+    dsn: str, schema: str, end: Callable[[Kernel, Claimed], Awaitable[Any]], outcome: str
+) -> None:
+    """I-37, J-1, and D-24's way out for what was parked."""
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await detached(kernel)
+        assert await wanted(kernel) == []
+        await end(kernel, item)
+        assert await kernel.fetchval("SELECT outcome FROM @schema@.attempts") == outcome
+        assert await kernel.fetchval("SELECT count(*) FROM @schema@.runners") == 0
+        (due,) = await wanted(kernel)
+        assert due.sandbox == name_of(item)
+        assert await kernel.fetchval("SELECT due_at <= @schema@.clock() FROM @schema@.billing_jobs")
+
+
+async def judged(kernel: Kernel, verdict: str) -> None:
+    await kernel.advance(700.0 if verdict == "ceiling" else TIMEOUT_S)
+    (silent,) = await sweep(kernel)
+    assert await judge(kernel, silent, verdict) == "done"
 
 
 async def test_a_runner_may_park_retry_and_go_on_elsewhere(dsn: str, schema: str) -> None:
@@ -484,6 +573,71 @@ async def test_what_nobody_has_seen_may_still_come_into_being(dsn: str, schema: 
         assert due.certain
 
 
+async def test_every_answer_about_a_deletion_is_its_own(dsn: str, schema: str) -> None:
+    """I-21, I-23, I-25, I-27 to I-34 but I-33, I-42: claimed by one, oldest first; told once; never rewritten."""
+    async with checked(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        await kernel.freeze_clock()
+        accept, confirm = sandboxes.accept, sandboxes.confirm
+        items = []
+        for _ in range(2):
+            items.append(await detached(kernel, org_id="acme"))
+            await push(kernel, items[-1])
+            await kernel.advance(1)
+        (first,) = await wanted(kernel, limit=1)
+        assert first.sandbox == name_of(items[0])  # the longest due
+        (second,) = await wanted(kernel, token=8)
+        assert second.sandbox == name_of(items[1])
+        assert await wanted(kernel, token=9) == []  # under lease
+        how = {"outcome": "deleted", "routing_domain": "eu"}
+
+        stranger = attrs.evolve(first, token=9)
+        missing = attrs.evolve(first, sandbox="no-such-box")
+        for write in (accept, confirm):
+            assert await write(kernel.session, stranger, **how) == "lease_lost"
+            assert await write(kernel.session, missing, **how) == "missing_obligation"
+            await caller.begin()
+            await caller.fetch(kernel.render("SELECT 1 FROM @schema@.sandboxes FOR UPDATE"))
+            assert await write(kernel.session, first, **how) == "busy"
+            await caller.rollback()
+
+        assert await accept(kernel.session, first, **how) == "accepted"
+        accepted_at = (await sandboxes.read(kernel.session, run_id=first.run_id))[0].accepted_at
+        await kernel.advance(5)
+        assert await accept(kernel.session, first, **how) == "accepted"
+        # Another cleaner goes on by the first moment.
+        await kernel.advance(30)
+        again, second = sorted(await wanted(kernel, token=10), key=lambda one: one.run_id != first.run_id)
+        assert again.accepted_at == accepted_at
+        assert await confirm(kernel.session, first, **how) == "lease_lost"
+        assert await confirm(kernel.session, again, **how) == "completed"
+        assert (
+            await confirm(kernel.session, again, outcome="deleted", routing_domain="us")
+            == "already_completed"
+        )
+        await sandboxes.postpone(kernel.session, again, delay_s=0.0, error="late", block="never")
+        (record,) = await sandboxes.read(kernel.session, run_id=first.run_id)
+        assert (record.state, record.accepted_at, record.routing_domain) == ("gone", accepted_at, "eu")
+        assert (record.org_id, record.last_error, record.block_reason) == ("acme", None, None)
+
+        # The routing domain that is known is not replaced, and what was looked at elsewhere is not it.
+        await sandboxes.record_custody(kernel.session, [sandboxes.Custody(second.sandbox, "p-9", "asia")])
+        assert await confirm(kernel.session, second, **how) == "wrong_routing_domain"
+        assert (
+            await confirm(kernel.session, second, outcome="already_absent", routing_domain=None)
+            == "completed"
+        )
+
+        rows = await kernel.fetch(
+            "SELECT event_id, routing_domain, details::text FROM @schema@.sandbox_events"
+        )
+        assert {tuple(row) for row in rows} == {
+            # Filed under no domain, seen in one.
+            (f"{first.sandbox}:delete_accepted", None, '{"outcome": "deleted", "routing_domain": "eu"}'),
+            (f"{first.sandbox}:delete_confirmed", None, '{"outcome": "deleted", "routing_domain": "eu"}'),
+            (f"{second.sandbox}:delete_confirmed", "asia", '{"outcome": "already_absent"}'),
+        }
+
+
 async def test_a_blocked_obligation_begins_anew_when_an_operator_says_so(dsn: str, schema: str) -> None:
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
@@ -507,6 +661,7 @@ async def test_a_blocked_obligation_begins_anew_when_an_operator_says_so(dsn: st
 async def test_what_its_provider_never_takes_is_billed_to_a_ceiling_once(
     dsn: str, schema: str, ceiling_s: float | None, billed_s: float
 ) -> None:
+    """J-3, J-4, J-6."""
     async with checked(dsn, schema) as kernel:
         await kernel.freeze_clock()
         item = await kernel.started()
@@ -524,6 +679,7 @@ async def test_what_its_provider_never_takes_is_billed_to_a_ceiling_once(
         await kernel.advance(1)
         assert (await pass_()).finalised == 1
         records = {one.kind: one for one in await billing.read(kernel.session)}
+        assert re.fullmatch(f"{item.run_id}:late-resource:[0-9a-f]{{64}}", records["late_sandbox"].record_id)
         assert {kind: one.seconds for kind, one in records.items()} == {
             "runner": 20.0,
             "late_sandbox": billed_s,
@@ -534,6 +690,54 @@ async def test_what_its_provider_never_takes_is_billed_to_a_ceiling_once(
         ) == "completed"
         assert (await pass_()).finalised == 0
         assert len(await billing.read(kernel.session)) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "billed_s"),
+    [
+        ({"ended_at": 12.0}, 12.0),
+        ({"ended_at": -5.0}, 0.0),
+        ({"ended_at": 900.0}, 60.0),
+        ({}, 60.0),
+        (None, 60.0),
+    ],
+)
+async def test_a_lost_runner_is_billed_until_its_provider_saw_it_end(
+    dsn: str, schema: str, said: dict[str, float] | None, billed_s: float
+) -> None:
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await detached(kernel)
+        began_at = float(await kernel.fetchval("SELECT extract(epoch FROM @schema@.clock())"))
+        await kernel.advance(60)
+        (silent,) = await sweep(kernel)
+        if said is not None:
+            found = {name: began_at + seconds for name, seconds in said.items()}
+            await sandboxes.record_diagnostics(kernel.session, silent.sandbox, found)
+        assert await judge(kernel, silent) == "done"
+        assert await kernel.cancel(item.run_id) == "cancelled"
+        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        await sandboxes.accept(kernel.session, due, outcome="deleted", routing_domain=None)
+        await kernel.advance(60)
+        assert (await billing.finalise(kernel.session, limit=9, grace_s=60.0, again_s=1.0)).finalised == 1
+        records = {one.kind: one.seconds for one in await billing.read(kernel.session)}
+        assert records == {"runner": pytest.approx(billed_s, abs=1e-5), "sandbox": 60.0}
+
+
+async def test_what_a_deletion_found_is_billed_though_nobody_wrote_down_that_it_was_made(
+    dsn: str, schema: str
+) -> None:
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        item = await kernel.started()
+        assert await reserve(kernel, item) == "reserved"
+        await kernel.complete(item)
+        await kernel.advance(120)
+        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        await sandboxes.accept(kernel.session, due, outcome="deleted", routing_domain=None)
+        assert (await billing.finalise(kernel.session, limit=9, grace_s=60.0, again_s=1.0)).finalised == 1
+        (record,) = await billing.read(kernel.session)
+        assert (record.kind, record.seconds) == ("sandbox", 120.0)
 
 
 async def test_what_never_was_costs_nothing(dsn: str, schema: str) -> None:

@@ -1,0 +1,89 @@
+"""How a silent runner is judged by what its provider says, and where its bill then ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import attrs
+import pytest
+
+from actors.liveness import Judgement
+from runtime.detached import judge_with
+from runtime.sandboxes import Inspection, SandboxRef
+from sql.runners import Silent
+from tests.support.sandboxed import Pretended
+
+HEARD_AT = datetime(2026, 1, 1, tzinfo=UTC)
+TIMEOUT_S = 60.0
+
+
+@attrs.define
+class Saying(Pretended):
+    """Says that of every sandbox."""
+
+    says: Inspection = attrs.field(factory=lambda: Inspection("running"))
+
+    async def inspect(self, ref: SandboxRef) -> Inspection:
+        self.check()
+        return self.says
+
+
+async def judged(
+    says: Inspection,
+    *,
+    silent_s: float,
+    heard_at: datetime | None = HEARD_AT,
+    heard_s: float = 1e9,
+    fails: bool = False,
+) -> Judgement:
+    silent = Silent("run", 1, 7, "pretended", "box", None, None, heard_at, silent_s, TIMEOUT_S, "stale")
+    provider = Saying(says=says, fails=fails)
+    return await judge_with(provider, lambda: heard_s)(silent)
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "heard_at", "heard_s", "lost"),
+    [
+        (179.0, HEARD_AT, 1e9, False),
+        (181.0, HEARD_AT, 1e9, True),
+        (181.0, HEARD_AT, 59.0, False),  # nobody listened
+        (181.0, HEARD_AT, 61.0, True),
+        (179.0, None, 1e9, False),
+        (181.0, None, 1e9, True),
+    ],
+)
+async def test_one_that_lives_is_lost_only_after_long_silence_that_somebody_could_have_broken(
+    silent_s: float, heard_at: datetime | None, heard_s: float, lost: bool
+) -> None:
+    found = await judged(Inspection("running"), silent_s=silent_s, heard_at=heard_at, heard_s=heard_s)
+    assert (found.verdict is not None) is lost
+    assert "ended_at" not in found.diagnostics
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "ended_s"),
+    [
+        ("ended", {"exit_code": 3, "ended_at": HEARD_AT.timestamp() + 5}, 5.0),
+        ("ended", {"ended_at": HEARD_AT.timestamp() - 5}, 0.0),  # it was heard of later
+        ("ended", {"ended_at": float("nan")}, 0.0),
+        ("ended", {"ended_at": "yesterday"}, 0.0),
+        ("ended", {}, 0.0),
+        ("absent", {}, 0.0),
+    ],
+)
+async def test_the_end_is_what_was_seen_or_the_last_heartbeat(
+    state: str, told: Mapping[str, Any], ended_s: float
+) -> None:
+    found = await judged(Inspection(state, told), silent_s=TIMEOUT_S)
+    assert found.verdict is not None
+    assert found.diagnostics["ended_at"] == HEARD_AT.timestamp() + ended_s
+    assert {name: found.diagnostics[name] for name in told if name != "ended_at"} == {
+        name: value for name, value in told.items() if name != "ended_at"
+    }
+
+
+async def test_a_provider_that_gives_no_answer_decides_nothing() -> None:
+    found = await judged(Inspection("absent"), silent_s=1e6, fails=True)
+    assert (found.verdict, found.diagnostics) == (None, {})
