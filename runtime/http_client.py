@@ -80,7 +80,7 @@ class _Body:
 class HttpClient:
     """Sends requests to paths below ``base``, at most ``concurrency`` at once; ``headers`` go with each.
 
-    An answer may have ``answer_bytes``.
+    An answer may have ``answer_bytes`` (``math.inf``: any number).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HttpClient:
         headers: Mapping[str, str],
         concurrency: int,
         ssl_context: ssl.SSLContext | None = None,
-        answer_bytes: int = _ANSWER_BYTES,
+        answer_bytes: float = _ANSWER_BYTES,
     ) -> None:
         self.base = base
         self._headers = {"host": urlsplit(base).netloc, "accept": "application/json", **headers}

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import cattrs
-import httpx
 import trio
 
 from actors.attempts import Attempt, Why
@@ -37,6 +36,7 @@ from runtime.context import Doors
 from runtime.detached import GATEWAY, PLAYS, TOKEN
 from runtime.executor import Executor
 from runtime.gateway import MOST_STEPS
+from runtime.http_client import HttpClient, NoAnswer
 from runtime.plays import Play
 from runtime.submit import Submit
 from sql.admission import Submission
@@ -58,6 +58,8 @@ from sql.waits import Wait, WaitState
 log = logging.getLogger("runlane.runner")
 
 _REQUEST_S = 30.0
+# What waits for a slot of a rate scope holds its connection.
+_MOST_REQUESTS = 100
 _MOST_FACTS = 500
 _MOST_GATEWAYS = 16
 # A gateway that is away is asked again at least this often, by those that are just starting and by all others.
@@ -74,24 +76,27 @@ class GatewayClient:
     """Requests to the gateway, each asked again until it is answered."""
 
     def __init__(self, urls: Iterable[str], token: str) -> None:
-        headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-        self._client = httpx.AsyncClient(headers=headers, timeout=_REQUEST_S)
-        self._urls: list[str] = []
+        self._headers = {"authorization": f"Bearer {token}"}
+        self._gateways: list[HttpClient] = []
         self.learn(urls)
         self.pause_s = _FIRST_PAUSE_S
         """The longest between two requests for the same."""
 
     async def __aenter__(self) -> GatewayClient:
-        await self._client.__aenter__()
         return self
 
     async def __aexit__(self, *args: Any) -> None:
-        await self._client.__aexit__(*args)
+        for gateway in self._gateways:
+            await gateway.aclose()
+
+    def _at(self, url: str) -> HttpClient:
+        return HttpClient(url, headers=self._headers, concurrency=_MOST_REQUESTS, answer_bytes=math.inf)
 
     def learn(self, urls: Iterable[str]) -> None:
         """Where else the gateway is. The ones that were known stay: the first of all may be a balancer's address."""
-        fresh = [url for url in (url.rstrip("/") for url in urls) if url not in self._urls]
-        self._urls += fresh[: _MOST_GATEWAYS - len(self._urls)]
+        known = {gateway.base for gateway in self._gateways}
+        fresh = [self._at(url) for url in (url.rstrip("/") for url in urls) if url not in known]
+        self._gateways += fresh[: _MOST_GATEWAYS - len(known)]
 
     async def ask(
         self, verb: str, body: Mapping[str, Any] | None = None, *, answer_s: float = _REQUEST_S
@@ -101,24 +106,23 @@ class GatewayClient:
         Raises RunnerGone where asking again is of no use.
         """
         backoff = Backoff(first_s=0.05, max_s=self.pause_s)
-        content = json.dumps(body or {})
+        content = json.dumps(body or {}).encode()
         while True:
-            url = self._urls[0]
+            gateway = self._gateways[0]
             try:
-                response = await self._client.post(
-                    f"{url}/v1/runner/{verb}", content=content, timeout=answer_s
-                )
-            except httpx.HTTPError as error:
-                log.info("event=gateway_away verb=%s url=%s error=%r", verb, url, error)
-                if url == self._urls[0]:  # else another request has found that out
-                    self._urls.append(self._urls.pop(0))
+                with trio.fail_after(answer_s):
+                    answer = await gateway.call("POST", f"/v1/runner/{verb}", body=content)
+            except (NoAnswer, trio.TooSlowError) as error:
+                log.info("event=gateway_away verb=%s url=%s error=%r", verb, gateway.base, error)
+                if gateway is self._gateways[0]:  # else another request has found that out
+                    self._gateways.append(self._gateways.pop(0))
             else:
-                if response.status_code == 200:
-                    return response.json()
-                said = response.text[:500]
-                if response.status_code not in _LATER:
-                    raise RunnerGone(f"{verb}: HTTP {response.status_code}: {said}")
-                log.info("event=gateway_busy verb=%s status=%d said=%r", verb, response.status_code, said)
+                if answer.status == 200:
+                    return answer.json()
+                said = answer.content[:500].decode(errors="replace")
+                if answer.status not in _LATER:
+                    raise RunnerGone(f"{verb}: HTTP {answer.status}: {said}")
+                log.info("event=gateway_busy verb=%s status=%d said=%r", verb, answer.status, said)
             await trio.sleep(backoff.next())
 
 
@@ -460,7 +464,6 @@ def _play(home: str, name: str) -> Play:
 def main() -> None:
     """The process of a sandbox. What it cannot do is said in one line, for its provider to keep."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
     try:
         trio.run(run_attempt, os.environ)
     except RunlaneError as error:

@@ -7,12 +7,14 @@ source, so that an import inside a function or under TYPE_CHECKING counts too.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,38 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 )
 def test_a_right_import_passes(module: str, source: str) -> None:
     assert violations(module, source) == []
+
+
+def undeclared(module: str, source: str) -> list[str]:
+    """What the source imports that is neither Python's, ours, nor declared for those who install runlane."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for name in extras if name != "test" for line in extras[name])]
+    declared = {plain(re.split(r"[^\w.-]", line)[0]) for line in lines}
+    if module == "runtime.testing":  # a plugin of pytest's
+        declared.add("pytest")
+    tops = {target.split(".")[0] for target in imported(source, module)} - {*sys.stdlib_module_names, *LAYERS}
+    return [top for top in sorted(tops) if not declared & set(map(plain, distributions().get(top, ())))]
+
+
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Who brings a package, of what is installed here."""
+    return importlib.metadata.packages_distributions()
+
+
+def plain(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def test_what_is_imported_is_declared() -> None:
+    """An install has the dependencies only: what the tests bring along is not there."""
+    found = {module: undeclared(module, file.read_text()) for module, file in modules()}
+    assert {module: tops for module, tops in found.items() if tops} == {}
+    assert undeclared("runtime.runner", "import httpx, trio, sql.errors, modal, json, pytest") == [
+        "httpx",
+        "pytest",
+    ]
 
 
 def test_the_markers_are_the_version() -> None:
