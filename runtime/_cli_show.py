@@ -26,7 +26,7 @@ from sql.receipts import StepRecord
 from sql.sandboxes import SandboxRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
-from sql.types import Fact, JournalEntry, LaneStatus, Performance, RunDetails, RunStatus
+from sql.types import Event, Fact, JournalEntry, LaneStatus, Performance, RunDetails, RunStatus
 
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
@@ -129,11 +129,14 @@ def table(*columns: str, title: str | None = None) -> Table:
 # --- one run -----------------------------------------------------------------------------------------
 
 
-def run_record(run: RunStatus, attempts: Sequence[AttemptRecord], facts: Sequence[Fact]) -> dict[str, Any]:
+def run_record(
+    run: RunStatus, attempts: Sequence[AttemptRecord], kept: Sequence[Event], facts: Sequence[Fact]
+) -> dict[str, Any]:
     """Everything that ``status`` knows, for a program."""
     return {
         **run_json(run),
         "attempts": [attrs.asdict(one) for one in attempts],
+        "kept_events": [attrs.asdict(event) for event in kept],
         "facts": [
             {**attrs.asdict(fact, filter=attrs.filters.exclude("run_id")), "lane": fact.lane.label}
             for fact in facts
@@ -156,7 +159,9 @@ def lane_state(run: RunStatus) -> str:
     return "delivered" if run.facts_delivered >= run.facts_last else "pending"
 
 
-def show_run(run: RunStatus, attempts: Sequence[AttemptRecord], facts: Sequence[Fact]) -> None:
+def show_run(
+    run: RunStatus, attempts: Sequence[AttemptRecord], kept: Sequence[Event], facts: Sequence[Fact]
+) -> None:
     """The run, its attempts and its facts, for people."""
     out = console()
     summary = Table.grid(padding=(0, 2))
@@ -168,6 +173,9 @@ def show_run(run: RunStatus, attempts: Sequence[AttemptRecord], facts: Sequence[
     if attempts:
         out.print()
         out.print(_attempts(attempts))
+    if kept:
+        out.print()
+        out.print(_events(kept))
     if facts:
         out.print()
         out.print(_facts(facts))
@@ -265,6 +273,14 @@ def _attempts(attempts: Sequence[AttemptRecord]) -> Table:
             f"{seconds:.3f}",
             Text(_error_words(one.error), style="red"),
         )
+    return made
+
+
+def _events(events: Sequence[Event]) -> Table:
+    made = table("at", "name", "id", "payload", title="Events that no wait has taken")
+    for event in events:
+        payload = Text(_short(json.dumps(event.payload, ensure_ascii=False)))
+        made.add_row(moment(event.created_at), Text(event.name), event.event_id, payload)
     return made
 
 

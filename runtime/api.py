@@ -316,7 +316,8 @@ class Verbs:
     ) -> EventOutcome:
         """Send an event to a run, durably, for its ``wait_event`` or ``wait_approval`` of that name.
 
-        It is kept if it comes before the wait. ``event_id`` makes the call safe to repeat: an event with the same id,
+        It is kept if it comes before the wait, and refused if it says neither yes nor no where an approval of its name
+        is waited for. ``event_id`` makes the call safe to repeat: an event with the same id,
         name and payload counts once per run. Raises InputRefused (PayloadRefused) naming the field, RunNotFound, or
         IdempotencyConflict when the id was used for another event.
         """
@@ -332,6 +333,8 @@ class Verbs:
             raise IdempotencyConflict(
                 f"event id {event_id!r} was used for another event of run {run_id!r}", run_id
             )
+        if answer == "undecided":
+            raise events.undecided(item)
         return EventOutcome(answer != "ended", answer, item.event_id)
 
     async def fail(self, run_id: str, reason: str, *, by: str | None = None) -> FailOutcome:

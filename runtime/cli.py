@@ -371,7 +371,7 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str] | None:
 def status_verb(run_id: str, most: int) -> None:
     """Show a run: what is now, who tried, what happened.
 
-    Prints the run's row and end, what it waits for, its ended attempts, its newest facts and how many of its facts the
+    Prints the run's row and end, what it waits for, events that no wait has taken, its ended attempts, its newest facts and how many of its facts the
     ledger has; and a hint where no host is there to claim it. Exits 5 when there is no such run.
 
     \b
@@ -382,20 +382,21 @@ def status_verb(run_id: str, most: int) -> None:
     settings = settings_of_command()
     ids.check_run_id(run_id)
 
-    async def body(session: Session) -> tuple[Any, Any, Any]:
+    async def body(session: Session) -> tuple[Any, Any, Any, Any]:
         run = await status.read_run(session, run_id, full=True)
         if run is None:
             raise RunNotFound(run_id)
         attempts = await status.read_attempts(session, run_id)
-        return run, attempts, await facts.read(session, run_id) if most else []
+        kept = [event for event in await events.read(session, run_id) if event.wait_key is None]
+        return run, attempts, kept, await facts.read(session, run_id) if most else []
 
-    run, attempts, found = _client.ask(settings.config(), body)
+    run, attempts, kept, found = _client.ask(settings.config(), body)
     # Both lanes in the order of time; within one lane the order of its numbers always stands.
     found = sorted(found, key=lambda fact: fact.created_at)[-most:] if most else []
     if settings.as_json:
-        show.print_json(show.run_record(run, attempts, found))
+        show.print_json(show.run_record(run, attempts, kept, found))
     else:
-        show.show_run(run, attempts, found)
+        show.show_run(run, attempts, kept, found)
 
 
 # --- steps -------------------------------------------------------------------------------------------
@@ -538,7 +539,8 @@ def event_verb(run_id: str, name: str, payload: str | None, event_id: str | None
 
     JSON is its payload, - reads it from stdin, and without one it is null. Prints "delivered" when a wait takes it,
     "kept" when it is for a wait to come, "duplicate" when it was sent before under this id. Exits 1 when the run has
-    ended or the id was used for another event, 5 when there is no such run.
+    ended or the id was used for another event, 2 when the run waits for an approval of that name and JSON does not say
+    {"approved": true} or false, 5 when there is no such run.
 
     \b
     Examples:
@@ -565,6 +567,8 @@ def event_verb(run_id: str, name: str, payload: str | None, event_id: str | None
     answer = _client.ask(config, body)
     if answer == "missing":
         raise RunNotFound(run_id)
+    if answer == "undecided":
+        raise events.undecided(item)
     if answer == "busy":
         raise Refusal(f"event id {event_id!r} is held by a transaction that is still open", FAILED)
     if settings.as_json:

@@ -12,6 +12,7 @@ import attrs
 
 from sql.calls import call, new_token
 from sql.connection import Session
+from sql.errors import InputRefused
 from sql.types import Event
 
 _PAGE = 500
@@ -34,7 +35,8 @@ class Sending:
 
 async def send(session: Session, items: Sequence[Sending]) -> list[str]:
     """Send events; one answer each, in order: ``delivered``, ``kept``, ``duplicate``, ``conflict``, ``ended``,
-    ``missing`` or ``busy`` (the event id is in an open transaction). Safe to repeat with the same items.
+    ``missing``, ``undecided`` (nothing was sent: the run waits for an approval of that name, which it is not) or
+    ``busy`` (the event id is in an open transaction). Safe to repeat with the same items.
     """
     rows = await session.fetch(
         call(session.options.schema, "send_events", 7),
@@ -47,6 +49,13 @@ async def send(session: Session, items: Sequence[Sending]) -> list[str]:
         False,
     )
     return [row["answer"] for row in sorted(rows, key=lambda row: row["ord"])]
+
+
+def undecided(item: Sending) -> InputRefused:
+    """Why an event was not sent that only an approval could have taken."""
+    return InputRefused(
+        "payload", f'run {item.run_id} waits for an approval {item.name!r}: say {{"approved": true}} or false'
+    )
 
 
 async def read(session: Session, run_id: str) -> list[Event]:

@@ -585,6 +585,8 @@ def test_event(runlane: Command) -> None:
     assert runlane("event", "e", "approval", '{"approved": true}').out == "kept\n"
     sent = runlane("event", "e", "go", "--event-id", "i", "--json").json
     assert sent == {"run_id": "e", "event_id": "i", "status": "kept"}
+    assert [event["name"] for event in runlane("status", "e", "--json").json["kept_events"]] == ["approval", "go"]
+    assert "Events that no wait has taken" in runlane("status", "e").out
     assert runlane("event", "e", "go", "null", "--event-id", "i").out == "duplicate\n"
     runlane("event", "e", "go", "1", "--event-id", "i").refused(1, "used for another event")
     runlane("event", "e", "go", "{").refused(2, "JSON is not JSON")

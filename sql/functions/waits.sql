@@ -64,7 +64,7 @@ BEGIN
              WHERE e.run_id = v_wait.run_id AND e.wait_key IS NULL
                AND e.event_id = (SELECT o.event_id FROM events o
                                   WHERE o.run_id = v_wait.run_id AND o.name = v_wait.name AND o.wait_key IS NULL
-                                    AND (v_wait.kind = 'event' OR jsonb_typeof(o.payload -> 'approved') = 'boolean')
+                                    AND (v_wait.kind = 'event' OR is_decision(o.payload))
                                   ORDER BY o.seq LIMIT 1)
             RETURNING e.payload INTO v_payload;
         END IF;
@@ -94,7 +94,9 @@ AS $$
     SELECT CASE WHEN p_due <= p_now THEN true
                 WHEN p_kind = 'sleep' THEN false
                 WHEN p_kind = 'child' THEN child_status(p_name) IS NOT NULL
-                ELSE EXISTS (SELECT 1 FROM events e WHERE e.run_id = p_run_id AND e.name = p_name AND e.wait_key IS NULL)
+                ELSE EXISTS (SELECT 1 FROM events e
+                              WHERE e.run_id = p_run_id AND e.name = p_name AND e.wait_key IS NULL
+                                AND (p_kind = 'event' OR is_decision(e.payload)))
            END
 $$;
 

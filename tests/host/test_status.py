@@ -116,7 +116,7 @@ async def test_a_launch_that_asks_hears_how_its_run_went(
                 assert 0 < measured.host_s <= measured.total_s < 10
                 assert measured.attempts == 1
                 assert now.details.performance_unavailable is None
-                show.show_run(now, [], [])
+                show.show_run(now, [], [], [])
                 assert "s on hosts" in capsys.readouterr().out
 
                 async def kept(text: str = ledger.format(handle.run_id)) -> Any:
@@ -176,10 +176,10 @@ async def test_a_run_that_nobody_serves_is_seen(runlane: Lab, capsys: pytest.Cap
             theirs = await other.submit("echo", 1)
             assert not await served(theirs.run_id)
         now = await rt.status(theirs.run_id, full=True)
-        show.show_run(now, [], [])
+        show.show_run(now, [], [], [])
         said = capsys.readouterr().out
         assert "no host that claims play echo was seen within the last minute" in said
-        show.show_run(await rt.status(mine.run_id, full=True), [], [])
+        show.show_run(await rt.status(mine.run_id, full=True), [], [], [])
         assert "no host" not in capsys.readouterr().out
         runlane.clock.advance(61)
         await eventually(lambda: served(mine.run_id), within_s=5)
@@ -187,7 +187,7 @@ async def test_a_run_that_nobody_serves_is_seen(runlane: Lab, capsys: pytest.Cap
 
 async def test_what_the_command_line_shows_of_a_run(runlane: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     async def shown(run_id: str) -> str:
-        show.show_run(await rt.status(run_id, full=True), [], [])
+        show.show_run(await rt.status(run_id, full=True), [], [], [])
         return capsys.readouterr().out
 
     async with runlane.open(echo, listens, environment="test") as rt:
@@ -199,7 +199,7 @@ async def test_what_the_command_line_shows_of_a_run(runlane: Lab, capsys: pytest
         ended = await rt.submit(echo, {"a": [1]})
         await ended.result(10)
         assert '{"a": [1]}' in await shown(ended.run_id)
-        as_json = show.run_record(await rt.status(handle.run_id, full=True), [], [])
+        as_json = show.run_record(await rt.status(handle.run_id, full=True), [], [], [])
         plain = json.loads(json.dumps(as_json, default=str))
         assert (plain["waits"][0]["kind"], plain["details"]["surface"]) == ("event", "cli")
         assert "details" not in show.run_json(await rt.status(handle.run_id))

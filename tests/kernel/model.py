@@ -153,6 +153,11 @@ class EventModel:
     request: int
     taken_by: str | None = None
 
+    @property
+    def decides(self) -> bool:
+        """Whether an approval takes it: of the payloads that are sent, those that are objects."""
+        return isinstance(self.payload, dict)
+
 
 @attrs.define
 class ReceiptModel:
@@ -346,7 +351,7 @@ class RunModel:
                 continue
             fits = [event for event in self.events if event.taken_by is None and event.name == wait.name]
             if wait.kind == "approval":
-                fits = [event for event in fits if isinstance(event.payload, dict)]
+                fits = [event for event in fits if event.decides]
             if not wait.done and fits and wait.kind != "sleep":
                 wait.done, wait.got, fits[0].taken_by = True, json.dumps(fits[0].payload), wait.key
         for wait in waits:
@@ -376,15 +381,23 @@ class RunModel:
         if known is None:
             if self.over:
                 return "ended"
+            if {wait.kind for wait in self.waits_for(event.name)} == {"approval"} and not event.decides:
+                return "undecided"
             self.events.append(event)
             self.woken, known = True, event
         if known.request != event.request:
             return "duplicate" if (known.name, known.payload) == (event.name, event.payload) else "conflict"
-        waits = (wait for wait in self.waits.values() if wait.kind != "sleep" and wait.name == known.name)
-        for wait in waits:
-            if not wait.done and (wait.seq == self.wait_seq is not None or self.status == "running"):
-                return "delivered"
-        return "kept" if known.taken_by is None else "delivered"
+        stands = any(wait.kind == "event" or known.decides for wait in self.waits_for(known.name))
+        return "delivered" if stands or known.taken_by is not None else "kept"
+
+    def waits_for(self, name: str) -> list[WaitModel]:
+        """The open waits that an event of this name may be for."""
+        return [
+            wait
+            for wait in self.waits.values()
+            if wait.kind in ("event", "approval") and wait.name == name and not wait.done
+            and (wait.seq == self.wait_seq is not None or self.status == "running")
+        ]  # fmt: skip
 
     def wake(self, now: float) -> bool:
         """What a sweep does with its wakes: whether it is due now because of it."""

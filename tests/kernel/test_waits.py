@@ -188,13 +188,33 @@ async def test_a_wait_that_the_play_has_abandoned_takes_nothing(dsn: str, schema
 async def test_an_approval_takes_only_what_says_yes_or_no(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         item = await kernel.started()
+        assert (
+            await kernel.send(item.run_id, "deploy", {"approve": True}, event_id="early", request=7) == "kept"
+        )
         await kernel.park_on(item, Wait("answer", "approval", "deploy"))
         for payload in ({"approved": "yes"}, {"by": "ada"}, True, None):
-            await kernel.send(item.run_id, "deploy", payload)
+            assert await kernel.send(item.run_id, "deploy", payload) == "undecided"
+        # What was sent before is asked again after a lost answer, or sent again: it is there, and not delivered.
+        assert (
+            await kernel.send(item.run_id, "deploy", {"approve": True}, event_id="early", request=7) == "kept"
+        )
+        assert await kernel.send(item.run_id, "deploy", {"approve": True}, event_id="early") == "duplicate"
         assert await kernel.sweep_wakes() == (0, False)
-        await kernel.send(item.run_id, "deploy", {"approved": False, "by": "ada"})
+        assert await kernel.send(item.run_id, "deploy", {"approved": False, "by": "ada"}) == "delivered"
         assert await kernel.sweep_wakes() == (1, False)
         assert await got(kernel) == {"approved": False, "by": "ada"}
+        assert await kernel.fetchval("SELECT count(*) FROM @schema@.events") == 2
+
+
+async def test_an_event_of_any_shape_is_taken_where_an_approval_of_its_name_is_not_alone(
+    dsn: str, schema: str
+) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        item = await kernel.started()
+        await kernel.park_on(item, Wait("yes", "approval", "deploy"), Wait("any", "event", "deploy"))
+        assert await kernel.send(item.run_id, "deploy", "hello") == "delivered"
+        assert await kernel.sweep_wakes() == (1, False)
+        assert await got(kernel, "any") == "hello"
 
 
 async def test_a_run_goes_on_with_the_first_of_several(dsn: str, schema: str) -> None:
@@ -361,6 +381,12 @@ async def test_the_door_answers_as_hosts_do(dsn: str, schema: str) -> None:
             await caller.fetchval(text, item.run_id, "2")
         assert caught.value.sqlstate == "RL003"
         assert await caller.fetchval(text, "nobody", "1") == "missing"
+        await kernel.try_waits(item, Wait("yes", "approval", "answer"))
+        with pytest.raises(
+            asyncpg.PostgresError, match="payload: run .* waits for an approval 'answer'"
+        ) as caught:
+            await caller.fetchval(kernel.render(DOOR), item.run_id)
+        assert caught.value.sqlstate == "RL001"
         await kernel.complete(item)
         assert await caller.fetchval(kernel.render(DOOR), item.run_id) == "ended"
 
