@@ -141,7 +141,8 @@ def serve(
 
     Prints one line when it is ready and logs to stderr. The first signal lets running plays end within the grace
     period and hands every lease back; a second one skips the grace period. Exits 0 then, and 1 when the host had to
-    give up. The current directory is importable. Schedules beside the plays are created, or changed.
+    give up. The current directory is importable. Of a module every play is hosted and every schedule created (or
+    changed) that is at its top level or in a list there.
 
     \b
     Examples:
@@ -371,8 +372,9 @@ def _labels(pairs: tuple[str, ...]) -> dict[str, str] | None:
 def status_verb(run_id: str, most: int) -> None:
     """Show a run: what is now, who tried, what happened.
 
-    Prints the run's row and end, what it waits for, events that no wait has taken, its ended attempts, its newest facts and how many of its facts the
-    ledger has; and a hint where no host is there to claim it. Exits 5 when there is no such run.
+    Prints the run's row and end, what it waits for, events that no wait has taken, its ended attempts, its newest facts
+    and how many of its facts the ledger has; and a hint where no host is there to claim it. Exits 5 when there is no
+    such run.
 
     \b
     Examples:

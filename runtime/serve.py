@@ -39,11 +39,17 @@ _STDIN = 0
 def load_plays(targets: Sequence[str]) -> list[Play]:
     """The plays that ``module:attr`` targets name, each once.
 
-    ``attr`` is a play, a list or tuple of plays, or a module; without it, all plays of the module are taken. The
-    current directory is importable. Raises ConfigError and InvalidPlay; for an error inside the module it is a
-    ConfigError with the module's own part of the traceback as a note.
+    ``attr`` is a play, a list or tuple of plays, or a module; without it, all plays of the module are taken, those in
+    lists of its own, too. The current directory is importable. Raises ConfigError, also where there is none, and
+    InvalidPlay; for an error inside the module it is a ConfigError with the module's own part of the traceback as a
+    note.
     """
-    return list(index_plays(one for one in _named(targets) if not isinstance(one, Schedule)).values())
+    plays = list(index_plays(one for one in _named(targets) if not isinstance(one, Schedule)).values())
+    if not plays:
+        raise ConfigError(
+            f"--plays {' '.join(map(repr, targets))}: there is no play in it, so nothing to host"
+        )
+    return plays
 
 
 def load_schedules(targets: Sequence[str]) -> list[Schedule]:
@@ -66,18 +72,23 @@ def load_sandboxes(target: str) -> dict[str, SandboxProvider]:
 def _named(targets: Sequence[str]) -> list[Any]:
     found: list[Any] = []
     for target in targets:
-        found += [one for one in _named_by(target) if one not in found]
+        for one in _named_by(target):
+            if one not in found:
+                found.append(one)
     return found
 
 
 def _named_by(target: str) -> list[Any]:
-    option = f"--plays {target!r}"
-    value = _value(target, option)
+    value = _value(target, f"--plays {target!r}")
     if isinstance(value, ModuleType):
-        value = [one for one in vars(value).values() if isinstance(one, (Play, Schedule))]
-        if not any(isinstance(one, Play) for one in value):
-            raise ConfigError(f"{option}: there is no play in it")
+        return [one for thing in vars(value).values() for one in _in_module(thing)]
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _in_module(thing: Any) -> list[Play | Schedule]:
+    """The plays and schedules that a global of a module is, or is a list of."""
+    things = list(thing) if isinstance(thing, (list, tuple)) else [thing]
+    return things if all(isinstance(one, (Play, Schedule)) for one in things) else []
 
 
 def _value(target: str, option: str) -> Any:

@@ -26,7 +26,7 @@ from runtime import InvalidPlay, RuntimeConfig, _client, logs
 from runtime._cli_base import exit_code_of
 from runtime.cli import cli
 from runtime.embedded import EmbeddedMissing
-from runtime.serve import load_plays, load_sandboxes
+from runtime.serve import load_plays, load_sandboxes, load_schedules
 from sql import errors
 from sql.connection import Session
 from sql.errors import ConfigError, LinkLost
@@ -585,7 +585,10 @@ def test_event(runlane: Command) -> None:
     assert runlane("event", "e", "approval", '{"approved": true}').out == "kept\n"
     sent = runlane("event", "e", "go", "--event-id", "i", "--json").json
     assert sent == {"run_id": "e", "event_id": "i", "status": "kept"}
-    assert [event["name"] for event in runlane("status", "e", "--json").json["kept_events"]] == ["approval", "go"]
+    assert [event["name"] for event in runlane("status", "e", "--json").json["kept_events"]] == [
+        "approval",
+        "go",
+    ]
     assert "Events that no wait has taken" in runlane("status", "e").out
     assert runlane("event", "e", "go", "null", "--event-id", "i").out == "duplicate\n"
     runlane("event", "e", "go", "1", "--event-id", "i").refused(1, "used for another event")
@@ -960,6 +963,21 @@ def test_plays_of_a_module_a_list_and_one_by_one() -> None:
     twice = load_plays([f"{hosting.PLAYS}:fails", f"{hosting.PLAYS}:quick"])
     assert [play.name for play in twice] == ["fails", "echo"]
     assert len(load_plays(["tests.support:plays"])) == 5
+
+
+def test_plays_and_schedules_in_lists_of_a_module_are_found(broken: Callable[[str], str]) -> None:
+    name = broken(
+        "from runtime import Schedule, play\n"
+        "def f(ctx): ...\n"
+        "plays = [play('listed')(f)]\n"
+        "once = Schedule('once', 'listed', every_s=60)\n"
+        "schedules = (once, Schedule('twice', 'listed', every_s=30))\n"
+        "others = ['listed', 1]\n"
+    )
+    assert [play.name for play in load_plays([name])] == ["listed"]
+    assert [schedule.name for schedule in load_schedules([name])] == ["once", "twice"]
+    with pytest.raises(ConfigError, match="no play in it, so nothing to host"):
+        load_plays([f"{name}:schedules"])
 
 
 @pytest.mark.parametrize(
