@@ -117,7 +117,7 @@ class Metrics:
             registry=registry,
         )
         self._lane_backlog = Gauge(
-            "runlane_lane_backlog", "Facts that wait for delivery.", ["lane"], registry=registry
+            "runlane_lane_backlog", "Lanes that have facts to deliver.", ["lane"], registry=registry
         )
         self._lanes_blocked = Gauge(
             "runlane_lanes_blocked", "Lanes that wait for an operator.", registry=registry

@@ -67,6 +67,7 @@ def test_counters_come_without_the_time_of_their_making() -> None:
     metrics.claimed("audit")
     assert b"runlane_runs_claimed_total" in metrics.render()
     assert b"_created" not in metrics.render()
+    assert b"# HELP runlane_lane_backlog Lanes that have" in metrics.render()
     # Only ours: the library's own switch is one for the whole process.
     other = prometheus_client.CollectorRegistry()
     prometheus_client.Counter("other", "", registry=other)
