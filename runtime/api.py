@@ -792,7 +792,10 @@ class Runtime(Verbs):
         plays: Iterable[Play] = (),
         schedules: Iterable[Schedule] = (),
         ledger: Ledger | None = None,
+        receivers: Mapping[str, Ledger] | None = None,
         codec: JsonCodec | None = None,
+        on_delivery: Callable[[Sequence[str], Sequence[float]], None] | None = None,
+        sandboxes: Mapping[str, SandboxProvider] | None = None,
     ) -> RuntimeThread:
         """Start a runtime in a thread of its own, for a program that is not on trio. Arguments are those of ``open``.
 
@@ -803,7 +806,19 @@ class Runtime(Verbs):
         """
         from runtime.thread import RuntimeThread  # late: only such programs need it
 
-        return RuntimeThread(config, plays=plays, schedules=schedules, ledger=ledger, codec=codec)
+        return RuntimeThread(
+            partial(
+                Runtime.open,
+                config,
+                plays=list(index_plays(plays).values()),
+                schedules=check_declared(schedules),
+                ledger=ledger,
+                receivers=receivers,
+                codec=codec,
+                on_delivery=on_delivery,
+                sandboxes=sandboxes,
+            )
+        )
 
     async def _start(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery

@@ -11,8 +11,9 @@ import atexit
 import contextlib
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,12 +21,8 @@ import trio
 
 from runtime import ids
 from runtime.api import Runtime, Verbs
-from runtime.codec import JsonCodec
-from runtime.config import RuntimeConfig
 from runtime.handle import Handle
-from runtime.ledger import Ledger
-from runtime.plays import Play, index_plays
-from runtime.schedules import Schedule, check_declared
+from runtime.plays import Play
 from runtime.sync import SyncVerbs
 from sql.errors import HostFailed, HostStopping, RunlaneError
 
@@ -36,28 +33,14 @@ T = TypeVar("T")
 class RuntimeThread(SyncVerbs):
     """A host of plays in a thread, with its verbs as blocking calls; ``aio`` has them as coroutines for asyncio.
 
-    Made by ``Runtime.start_in_thread``. ``with`` and (in asyncio) ``async with`` wait until it is ready, and stop it
-    in order at the end of the block, as leaving the block of ``Runtime.open`` does; so does ``close()``, and the end
-    of the process. A host that gives up raises HostFailed from every verb, from then on, and from the block's end.
+    Made by ``Runtime.start_in_thread``; ``opening`` opens the runtime, in its thread. ``with`` and (in asyncio)
+    ``async with`` wait until it is ready, and stop it in order at the end of the block, as leaving the block of
+    ``Runtime.open`` does; so does ``close()``, and the end of the process. A host that gives up raises HostFailed from
+    every verb, from then on, and from the block's end.
     """
 
-    def __init__(
-        self,
-        config: RuntimeConfig | None,
-        *,
-        plays: Iterable[Play],
-        schedules: Iterable[Schedule],
-        ledger: Ledger | None,
-        codec: JsonCodec | None,
-    ) -> None:
-        self._open = functools.partial(
-            Runtime.open,
-            config,
-            plays=list(index_plays(plays).values()),
-            schedules=check_declared(schedules),
-            ledger=ledger,
-            codec=codec,
-        )
+    def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
+        self._open = opening
         self._ready: Future[Runtime] = Future()
         self._ended: Future[None] = Future()
         self._token: trio.lowlevel.TrioToken | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from runtime import (
     Context,
     HostFailed,
     HostStopping,
+    MemoryLedger,
     ResultTimeout,
     RunCancelled,
     Runtime,
@@ -31,6 +33,7 @@ from runtime import (
 from runtime.thread import RuntimeThread
 from sql.errors import DatabaseUnreachable
 from tests.support.hosts import QUICK, ROOT, Hosts
+from tests.support.sandboxed import Pretended
 
 
 @play("echo")
@@ -171,6 +174,25 @@ def test_a_program_that_forgets_to_close_ends_in_order(config: RuntimeConfig, ho
     with started(config) as rt:
         (attempt, *_) = rt.attempts("left")
         assert attempt.outcome == "released"
+
+
+def test_a_thread_is_given_what_a_runtime_is(config: RuntimeConfig) -> None:
+    opened, started = (inspect.signature(one) for one in (Runtime.open, Runtime.start_in_thread))
+    assert opened.parameters == started.parameters
+    ledger = MemoryLedger()
+    seen: list[str] = []
+    with Runtime.start_in_thread(
+        config,
+        plays=[echo],
+        receivers={"books": ledger},
+        on_delivery=lambda types, _: seen.extend(types),
+        sandboxes={"given": Pretended()},
+    ) as rt:
+        run_id = rt.submit(echo, 1, receiver="books").run_id
+        assert rt.result(run_id, timeout=20) == 1
+        while len(seen) < 3:
+            time.sleep(0.02)
+    assert ledger.run_ids() == (run_id,)
 
 
 def test_beside_a_web_app(config: RuntimeConfig, hosts: Hosts) -> None:
