@@ -158,14 +158,21 @@ class Lab:
         self, *plays: Play, ledger: Ledger | None = None, codec: JsonCodec | None = None, **settings: Any
     ) -> AsyncIterator[Runtime]:
         """A running runtime, in a test on trio."""
-        async with Runtime.open(self.config(**settings), plays=plays, ledger=ledger, codec=codec) as runtime:
+        config = self._config_for(plays, settings)
+        async with Runtime.open(config, plays=plays, ledger=ledger, codec=codec) as runtime:
             yield runtime
 
     def start(
         self, *plays: Play, ledger: Ledger | None = None, codec: JsonCodec | None = None, **settings: Any
     ) -> RuntimeThread:
         """A runtime in a thread, in a test that is a plain function (``with``) or on asyncio (``async with``)."""
-        return Runtime.start_in_thread(self.config(**settings), plays=plays, ledger=ledger, codec=codec)
+        config = self._config_for(plays, settings)
+        return Runtime.start_in_thread(config, plays=plays, ledger=ledger, codec=codec)
+
+    def _config_for(self, plays: Iterable[Play], settings: dict[str, Any]) -> RuntimeConfig:
+        """Plays in sandboxes need a health server, on any port."""
+        detached = any(isinstance(play, Play) and play.sandbox is not None for play in plays)
+        return self.config(**{**({"health_port": 0} if detached else {}), **settings})
 
     def until(self, verbs: SyncVerbs, run_id: str, status: str, *, timeout: float = 10.0) -> RunStatus:
         """Wait until a run has this status. Raises ResultTimeout after ``timeout`` seconds of the wall clock."""

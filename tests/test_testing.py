@@ -19,6 +19,7 @@ from runtime.testing import Lab, RunInline
 from tests.support import servers
 from tests.support.callers import open_caller
 from tests.support.hosts import ROOT, eventually, until
+from tests.support.sandboxed import boxed
 
 HOUR = 3600.0
 
@@ -61,6 +62,10 @@ def test_a_play_is_run_to_its_end_in_no_time(run_inline: RunInline) -> None:
     with pytest.raises(RunFailed, match="ValueError: never"):
         run_inline(hopeless)
     assert time.monotonic() - began < 20
+
+
+def test_a_play_in_a_sandbox_is_run_to_its_end(run_inline: RunInline) -> None:
+    assert run_inline(boxed, {"echo": "hello"})["echo"] == "hello"
 
 
 def test_a_run_that_does_not_end_says_where_it_stands(run_inline: RunInline) -> None:
