@@ -6,6 +6,7 @@ outbox does.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
@@ -128,6 +129,24 @@ class HostedLedger(Protocol):
 def takes_batches(ledger: Ledger) -> TypeGuard[BatchLedger]:
     """Whether the ledger has ``append_many``."""
     return isinstance(ledger, BatchLedger)
+
+
+def check_ledger(field: str, ledger: object) -> None:
+    """Raises InputRefused for something that is no ledger."""
+    if isinstance(ledger, type):
+        raise InputRefused(field, f"give an object, not its class: {ledger.__name__}(…)")
+    if not callable(getattr(ledger, "append", None)):
+        raise InputRefused(field, f"{preview(ledger)} is no ledger: it has no method append")
+    for name in ("append", "append_many"):
+        method = getattr(ledger, name, None)
+        if method is not None and not _is_async(method):
+            raise InputRefused(field, f"{type(ledger).__name__}.{name} must be an async def")
+
+
+def _is_async(method: Any) -> bool:
+    """Whether it, what it wraps, or its ``__call__`` is an ``async def``."""
+    shapes = (method, inspect.unwrap(method), getattr(method, "__call__", None))  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, shapes))
 
 
 def receiver_of(ledger: Ledger) -> str | None:

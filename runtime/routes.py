@@ -13,7 +13,7 @@ import attrs
 
 from runtime import ids
 from runtime.codec import preview
-from runtime.ledger import Ledger, receiver_of
+from runtime.ledger import Ledger, check_ledger, receiver_of
 from sql.errors import InputRefused
 from sql.lanes import OWN_LEDGER
 
@@ -33,18 +33,20 @@ class Routes:
     whoever hosts plays.
 
     A run carries its ledger's ``receiver`` where it has one; else the name that the ledger has in ``receivers``.
-    Raises InputRefused for names that cannot be, and for two ledgers with one receiver.
+    Raises InputRefused for what is no ledger, for names that cannot be, and for two ledgers with one receiver.
     """
 
     def __init__(self, ledger: Ledger | None, receivers: Mapping[str, Ledger]) -> None:
         self._routes: dict[str, Route] = {}
         if ledger is not None:
+            check_ledger("ledger", ledger)
             own = receiver_of(ledger)
             # What names no receiver is for every host's own ledger, whether or not that has one.
             values = (OWN_LEDGER,) if own is None else (OWN_LEDGER, own)
             self._routes[OWN_LEDGER] = Route(OWN_LEDGER, ledger, values)
         for name, other in receivers.items():
             ids.check_receiver("receivers", name)
+            check_ledger(f"receivers[{name!r}]", other)
             self._routes[name] = Route(name, other, (receiver_of(other) or name,))
         taken: dict[str, str] = {}
         for route in self:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import UTC, datetime
 from typing import Any
 
 import attrs
 import pytest
 
+from runtime.http_ledger import HttpLedger
 from runtime.ledger import Ledger, LedgerRejected, LedgerRetry, MemoryLedger, takes_batches
+from runtime.postgres_ledger import PostgresLedger
+from runtime.routes import Routes
 from sql.errors import InputRefused, RunlaneError
 from sql.types import Delivery, Fact, Lane
 
@@ -109,6 +113,33 @@ def test_a_users_object_is_a_ledger_with_or_without_batches() -> None:
     memory: Ledger = MemoryLedger()
     assert not takes_batches(mine)
     assert takes_batches(memory)
+
+
+def test_what_is_no_ledger_is_refused_at_the_start() -> None:
+    class Plain:
+        def append(self, delivery: Delivery) -> None: ...
+
+    class PlainBatches(MemoryLedger):
+        def append_many(self, deliveries: Any) -> Any: ...
+
+    class Wrapped:
+        @functools.wraps(MemoryLedger.append)
+        def append(self, delivery: Delivery) -> Any: ...
+
+    for wrong, words in {
+        "mine": r"ledger: 'mine' is no ledger",
+        object(): r"ledger: <object> is no ledger: it has no method append",
+        Plain(): r"ledger: Plain\.append must be an async def",
+        PlainBatches(): r"ledger: PlainBatches\.append_many must be an async def",
+        MemoryLedger: r"ledger: give an object, not its class: MemoryLedger\(…\)",
+    }.items():
+        with pytest.raises(InputRefused, match=words):
+            Routes(wrong, {})  # type: ignore[arg-type]
+    with pytest.raises(InputRefused, match=r"receivers\['books'\]: Plain\.append must be"):
+        Routes(None, {"books": Plain()})  # type: ignore[dict-item]
+    wrapped: Any = Wrapped()
+    far = HttpLedger("http://x", secret="s" * 32)
+    assert Routes(wrapped, {"other": PostgresLedger(), "far": far}).receivers
 
 
 def test_the_two_answers() -> None:
