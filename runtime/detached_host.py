@@ -33,7 +33,7 @@ from sql import runners
 from sql.adoption import OldTable
 from sql.claim import Claimed
 from sql.connection import SessionOptions
-from sql.errors import ConfigError
+from sql.errors import ConfigError, InvalidPlay
 from sql.runners import Pushed
 from sql.settle import Settlement
 
@@ -48,11 +48,18 @@ def providers_of(
     plays: Mapping[str, Play], given: Mapping[str, SandboxProvider] | None, config: RuntimeConfig
 ) -> dict[str, SandboxProvider]:
     """The providers that the plays name. Raises ConfigError for one that nobody has given, or whose sandboxes would not
-    find this host."""
+    find this host, and InvalidPlay for a play that its runner would not find.
+    """
     known: dict[str, SandboxProvider] = dict(given or {})
     wanted = {play.sandbox: play.name for play in plays.values() if play.sandbox is not None}
     if "local" in wanted and "local" not in known:
         known["local"] = LocalProvider()
+    for one in plays.values():
+        if one.sandbox is not None and not one.is_at_home:
+            raise InvalidPlay(
+                f"play {one.name!r} runs in a sandbox, whose runner looks for it at the top level of {one.home}: "
+                "it is not there"
+            )
     for sandbox, play in wanted.items():
         if sandbox not in known:
             names = ", ".join(sorted({*known, "local"}))

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -23,7 +23,9 @@ from sql.errors import InvalidPlay
 
 NAME_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
 
+_CEILING_S = 86_400.0
 _NAME = re.compile(NAME_PATTERN)
+_JSON = (dict, list, tuple, str, int, float, bool)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -66,13 +68,23 @@ class Play:
     cpu_s: float | None = None
 
     @property
-    def home(self) -> str:
-        """Where another process finds the play: its module, or the file of a program's main module."""
+    def _function(self) -> Callable[..., Any]:
         inner = self.fn
         while isinstance(inner, functools.partial):
             inner = inner.func
-        name: str = inner.__module__
+        return inner
+
+    @property
+    def home(self) -> str:
+        """Where another process finds the play: its module, or the file of a program's main module."""
+        name: str = self._function.__module__
         return getattr(sys.modules[name], "__file__", None) or name if name == "__main__" else name
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether another process finds it there, by its name: see ``find_play``."""
+        module = sys.modules.get(self._function.__module__)
+        return self.home != "__main__" and module is not None and find_play(vars(module), self.name) is self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function itself."""
@@ -95,7 +107,7 @@ def play(
     concurrency_key: Callable[[Any], str | None] | None = None,
     max_per_key: int | None = None,
     sandbox: str | None = None,
-    ceiling_s: float | None = 86_400.0,
+    ceiling_s: float | None = _CEILING_S,
     memory_bytes: int | None = None,
     cpu_s: float | None = None,
 ) -> Callable[[Callable[..., Any]], Play]:
@@ -135,6 +147,11 @@ def play(
     }
     if sandbox is not None and not (isinstance(sandbox, str) and _NAME.fullmatch(sandbox)):
         raise InvalidPlay(f"play {name!r}: sandbox must be a provider's name, not {preview(sandbox)}")
+    if sandbox is None:
+        given = {"ceiling_s": ceiling_s != _CEILING_S, "memory_bytes": memory_bytes, "cpu_s": cpu_s}
+        for option, there in given.items():
+            if there:
+                raise InvalidPlay(f"play {name!r}: {option} is for plays in sandboxes: give sandbox= too")
     if timeout_s == 0:
         raise InvalidPlay(f"play {name!r}: timeout_s must be above 0 (or None for no limit)")
     if backoff_max_s < backoff_s:
@@ -144,6 +161,11 @@ def play(
         return _build(name, fn, options)
 
     return register
+
+
+def find_play(namespace: Mapping[str, Any], name: str) -> Play | None:
+    """The play of that name among the globals of a module."""
+    return next((one for one in namespace.values() if isinstance(one, Play) and one.name == name), None)
 
 
 def index_plays(plays: Iterable[object]) -> dict[str, Play]:
@@ -199,8 +221,8 @@ def _build(name: str, fn: Callable[..., Any], options: dict[str, Any]) -> Play:
         raise InvalidPlay(f"play {name!r}: expected a function, not {type(fn).__name__}")
     if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         raise InvalidPlay(f"play {name!r}: a generator cannot be a play; return the result instead")
-    takes_input = _takes_input(name, fn)
     hints = _type_hints(inner)
+    takes_input = _takes_input(name, fn, hints)
     input_type = None
     if takes_input:
         input_type = _record_type(hints.get(list(inspect.signature(fn).parameters)[1]))
@@ -215,12 +237,25 @@ def _build(name: str, fn: Callable[..., Any], options: dict[str, Any]) -> Play:
     )
 
 
-def _takes_input(name: str, fn: Callable[..., Any]) -> bool:
+def _takes_input(name: str, fn: Callable[..., Any], hints: Mapping[str, Any]) -> bool:
     signature = inspect.signature(fn)
     parameters = list(signature.parameters.values())
     if not 1 <= len(parameters) <= 2 or any(parameter.kind not in _POSITIONAL for parameter in parameters):
         raise InvalidPlay(f"play {name!r}: parameters must be (ctx) or (ctx, data), not {_shown(parameters)}")
+    first, *second = (parameter.name for parameter in parameters)
+    if _is_data(hints.get(first)) or any(_is_context(other, hints.get(other)) for other in second):
+        raise InvalidPlay(f"play {name!r}: ctx comes first, (ctx) or (ctx, data), not {_shown(parameters)}")
     return len(parameters) == 2
+
+
+def _is_context(name: str, hint: Any) -> bool:
+    """Whether a parameter is meant to be the context, by its name or by its class."""
+    return name == "ctx" or getattr(hint, "__module__", None) == "runtime.context"
+
+
+def _is_data(hint: Any) -> bool:
+    """Whether an annotation is one of JSON or of a record."""
+    return (typing.get_origin(hint) or hint) in _JSON or _record_type(hint) is not None
 
 
 def _shown(parameters: list[inspect.Parameter]) -> str:

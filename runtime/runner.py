@@ -37,7 +37,7 @@ from runtime.detached import GATEWAY, PLAYS, TOKEN
 from runtime.executor import Executor
 from runtime.gateway import MOST_STEPS
 from runtime.http_client import HttpClient, NoAnswer
-from runtime.plays import Play
+from runtime.plays import Play, find_play
 from runtime.submit import Submit
 from sql.admission import Submission
 from sql.circuits import Entered
@@ -455,9 +455,9 @@ def _play(home: str, name: str) -> Play:
         found = runpy.run_path(home, run_name="__runlane_runner__")
     else:
         found = vars(importlib.import_module(home))
-    for value in found.values():
-        if isinstance(value, Play) and value.name == name:
-            return value
+    play = find_play(found, name)
+    if play is not None:
+        return play
     raise ConfigError(f"{home} has no play named {name!r} at its top level")
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import attrs
 import pytest
 
+from runtime.config import RuntimeConfig
+from runtime.context import Context, SyncContext
+from runtime.detached_host import providers_of
 from runtime.plays import Play, index_plays, play
 from sql.errors import InvalidPlay
 
@@ -198,3 +201,45 @@ def test_plays_are_indexed_by_name() -> None:
         index_plays([with_data])
     with pytest.raises(InvalidPlay, match=r"plays=\[greet\], not Play"):
         index_plays(one)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "option", [{"memory_bytes": 2**30}, {"cpu_s": 9.0}, {"ceiling_s": None}, {"ceiling_s": 60}]
+)
+def test_what_only_a_sandbox_can_hold_needs_one(option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidPlay, match=f"play 'p': {next(iter(option))} is for plays in sandboxes"):
+        play("p", **option)
+    assert play("p", sandbox="local", **option)(with_data).sandbox == "local"
+
+
+def test_the_context_comes_first() -> None:
+    def context_last(data: dict[str, Any], context: Context) -> None: ...
+    def ctx_last(data: Any, ctx: Any) -> None: ...
+    def only_data(data: dict[str, Any]) -> None: ...
+    def only_item(item: Item) -> None: ...
+
+    for wrong in (context_last, ctx_last, only_data, only_item):
+        with pytest.raises(InvalidPlay, match=r"play 'p': ctx comes first, \(ctx\) or \(ctx, data\), not \("):
+            play("p")(wrong)
+
+    def right(me: SyncContext, data: Item) -> None: ...
+
+    assert play("p")(right).input_type is Item
+
+
+def at_the_top(ctx: Any) -> None:
+    """What a runner finds."""
+
+
+TOP = play("top", sandbox="local")(at_the_top)
+
+
+def test_a_play_is_at_home_where_its_runner_finds_it() -> None:
+    assert TOP.is_at_home
+    assert not play("top", sandbox="local")(at_the_top).is_at_home  # of the same name, but another one
+    elsewhere = play("borrowed", sandbox="local")(functools.partial(index_plays))
+    assert (elsewhere.home, elsewhere.is_at_home) == ("runtime.plays", False)
+    config = RuntimeConfig(health_port=0)
+    assert list(providers_of({"top": TOP}, None, config)) == ["local"]
+    with pytest.raises(InvalidPlay, match=r"play 'borrowed' runs in a sandbox.* top level of runtime\.plays"):
+        providers_of({"borrowed": elsewhere}, None, config)

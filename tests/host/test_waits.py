@@ -241,7 +241,7 @@ async def test_an_approval_waits_for_a_yes_or_no(hosts: Hosts) -> None:
         (wait,) = (await until(rt, handle.run_id, "waiting")).waits
         assert (wait.kind, wait.name) == ("approval", "deploy")
         assert wait.until is not None
-        with pytest.raises(InputRefused, match="payload: run .* waits for an approval 'deploy'"):
+        with pytest.raises(InputRefused, match=r"payload: run .* waits for an approval 'deploy'"):
             await rt.send_event(handle.run_id, "deploy", {"by": "nobody in particular"})
         await rt.send_event(
             handle.run_id, "deploy", {"approved": False, "by": "ada", "comment": "not today", "ticket": 7}

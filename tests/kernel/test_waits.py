@@ -383,7 +383,7 @@ async def test_the_door_answers_as_hosts_do(dsn: str, schema: str) -> None:
         assert await caller.fetchval(text, "nobody", "1") == "missing"
         await kernel.try_waits(item, Wait("yes", "approval", "answer"))
         with pytest.raises(
-            asyncpg.PostgresError, match="payload: run .* waits for an approval 'answer'"
+            asyncpg.PostgresError, match=r"payload: run .* waits for an approval 'answer'"
         ) as caught:
             await caller.fetchval(kernel.render(DOOR), item.run_id)
         assert caught.value.sqlstate == "RL001"
