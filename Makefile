@@ -38,7 +38,8 @@ $(STAMP): pyproject.toml
 	  { echo "runlane needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "python3 -m venv failed (on Debian: apt-get install python3-venv)" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,test]'
+	@echo "installing into $(VENV), about a minute"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[embedded,test]'
 	@touch $@
 
 demo: $(STAMP)  ## audit every installed distribution with two hosts, one of them killed on the way
