@@ -959,7 +959,9 @@ class _Once:
 def check_on_trio(what: str) -> None:
     """Raise a RunlaneError that says what to use instead, where no trio runs."""
     try:
-        on_trio = sniffio.current_async_library() == "trio"  # also where asyncio runs on a loop of trio-asyncio
+        on_trio = (
+            sniffio.current_async_library() == "trio"
+        )  # also where asyncio runs on a loop of trio-asyncio
     except sniffio.AsyncLibraryNotFoundError:
         on_trio = False
     if not on_trio:

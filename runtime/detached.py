@@ -181,20 +181,22 @@ def judge_with(provider: SandboxProvider, heard_s: Callable[[], float]) -> Judge
     """
 
     async def judge(silent: Silent) -> Judgement:
-        if silent.finding == "ceiling":
-            return Judgement(
-                _verdict(
-                    silent, "ceiling", "SandboxTimedOut", "the run was over its ceiling_s in its sandbox"
-                )
-            )
+        over = silent.finding == "ceiling"
+        timed_out = _verdict(
+            silent, "ceiling", "SandboxTimedOut", "the run was over its ceiling_s in its sandbox"
+        )
+        if over and silent.over_s >= silent.heartbeat_timeout_s:
+            return Judgement(timed_out)  # that it has ended may be the provider's own doing, for this reason
         try:
             inspection = await provider.inspect(
                 SandboxRef(silent.sandbox, silent.provider_id, silent.routing_domain)
             )
-        except Exception as exc:  # the provider's own: nothing is known, so nothing is done
+        except Exception as exc:  # the provider's own: nothing is known, so only the ceiling counts
             log.warning("event=inspection_failed sandbox=%s error=%r", silent.sandbox, exc)
-            return Judgement(None)
+            return Judgement(timed_out if over else None)
         found: dict[str, object] = {}
+        if over and inspection.state == "running":
+            return Judgement(timed_out)
         if inspection.state == "running":
             patience_s = _FROZEN_AFTER * silent.heartbeat_timeout_s
             if silent.heartbeat_at is None:

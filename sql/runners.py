@@ -57,7 +57,7 @@ class Silent:
     """A runner that has not been heard of in time (``finding`` ``stale``) or that is past its ceiling (``ceiling``).
 
     ``heartbeat_at`` is exact: a verdict counts only while it is still the same. ``silent_s``: since then, or since the
-    attempt was detached.
+    attempt was detached. ``over_s``: how long it is past its ceiling.
     """
 
     run_id: str
@@ -71,6 +71,7 @@ class Silent:
     silent_s: float
     heartbeat_timeout_s: float
     finding: str
+    over_s: float = 0.0
 
 
 @attrs.define(slots=True)

@@ -37,8 +37,12 @@ async def judged(
     heard_at: datetime | None = HEARD_AT,
     heard_s: float = 1e9,
     fails: bool = False,
+    over_s: float | None = None,
 ) -> Judgement:
-    silent = Silent("run", 1, 7, "pretended", "box", None, None, heard_at, silent_s, TIMEOUT_S, "stale")
+    finding = "stale" if over_s is None else "ceiling"
+    silent = Silent(
+        "run", 1, 7, "pretended", "box", None, None, heard_at, silent_s, TIMEOUT_S, finding, over_s or 0.0
+    )
     provider = Saying(says=says, fails=fails)
     return await judge_with(provider, lambda: heard_s)(silent)
 
@@ -87,3 +91,22 @@ async def test_the_end_is_what_was_seen_or_the_last_heartbeat(
 async def test_a_provider_that_gives_no_answer_decides_nothing() -> None:
     found = await judged(Inspection("absent"), silent_s=1e6, fails=True)
     assert (found.verdict, found.diagnostics) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("says", "over_s", "fails", "verdict"),
+    [
+        (Inspection("running"), 0.1, False, "ceiling"),
+        (Inspection("ended", {"exit_code": 3}), 0.1, False, "lost"),  # before it came to that
+        (Inspection("absent"), 0.1, False, "lost"),
+        (Inspection("ended", {"exit_code": 137}), TIMEOUT_S, False, "ceiling"),  # the provider's own net
+        (Inspection("running"), 0.1, True, "ceiling"),
+    ],
+)
+async def test_one_that_was_over_before_its_ceiling_is_lost_and_not_too_late(
+    says: Inspection, over_s: float, fails: bool, verdict: str
+) -> None:
+    found = await judged(says, silent_s=1.0, over_s=over_s, fails=fails)
+    assert found.verdict is not None
+    assert found.verdict.verdict == verdict
+    assert ("exit code 3" in found.verdict.error) is (says.diagnostics.get("exit_code") == 3)

@@ -282,7 +282,8 @@ CREATE OR REPLACE TRIGGER end_runner AFTER INSERT ON @schema@.attempts
 CREATE OR REPLACE FUNCTION @schema@.sweep_runners(p_providers text[], p_limit integer, p_look_s double precision)
 RETURNS TABLE (
     run_id text, attempt integer, token bigint, provider text, sandbox text, provider_id text, routing_domain text,
-    heartbeat_at timestamptz, silent_s double precision, heartbeat_timeout_s double precision, finding text, next_due_s double precision
+    heartbeat_at timestamptz, silent_s double precision, heartbeat_timeout_s double precision, finding text, over_s double precision,
+    next_due_s double precision
 )
 LANGUAGE plpgsql
 @seek@
@@ -318,7 +319,9 @@ BEGIN
         )
         SELECT d.run_id, d.attempt, d.token, v_provider, d.sandbox, s.provider_id, s.routing_domain, d.heartbeat_at,
                extract(epoch FROM v_now - coalesce(d.heartbeat_at, d.started_at))::double precision,
-               d.heartbeat_timeout_s, CASE WHEN d.ceiling_at <= v_now THEN 'ceiling' ELSE 'stale' END, NULL::double precision
+               d.heartbeat_timeout_s, CASE WHEN d.ceiling_at <= v_now THEN 'ceiling' ELSE 'stale' END,
+               CASE WHEN d.ceiling_at <= v_now THEN extract(epoch FROM v_now - d.ceiling_at)::double precision ELSE 0 END,
+               NULL::double precision
           FROM due d
           JOIN sandboxes s ON s.sandbox = ANY (ARRAY[d.sandbox])
          WHERE d.overdue_at <= v_now
@@ -329,7 +332,7 @@ BEGIN
 
     RETURN QUERY
     SELECT NULL::text, NULL::integer, NULL::bigint, NULL::text, NULL::text, NULL::text, NULL::text, NULL::timestamptz,
-           NULL::double precision, NULL::double precision, NULL::text,
+           NULL::double precision, NULL::double precision, NULL::text, NULL::double precision,
            seconds_until(CASE WHEN v_full THEN v_now ELSE runners_next_due(p_providers) END, v_now);
 END
 $$;

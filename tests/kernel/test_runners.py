@@ -238,7 +238,7 @@ async def test_past_its_ceiling_a_run_fails_however_alive_its_runner_is(dsn: str
         assert await sweep(kernel) == []
         await kernel.advance(1)
         (silent,) = await sweep(kernel)
-        assert silent.finding == "ceiling"
+        assert (silent.finding, silent.over_s) == ("ceiling", 0.0)
         await beat(kernel, item)
         assert await judge(kernel, silent, "ceiling") == "done"
         assert await kernel.status(item.run_id) == "failed"
