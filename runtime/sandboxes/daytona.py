@@ -88,7 +88,8 @@ class DaytonaProvider:
             import daytona_toolbox_api_client  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"DaytonaProvider needs {error.name}: install runlane with the extra: pip install 'runlane[daytona]'"
+                f"DaytonaProvider needs {error.name}: install runlane with the extra `daytona` "
+                "(in a checkout: pip install '.[daytona]')"
             ) from None
         if (snapshot is None) == (image is None):
             raise InputRefused("snapshot", "give a snapshot or an image, one that has runlane in it")

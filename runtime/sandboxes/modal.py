@@ -67,7 +67,8 @@ class ModalProvider:
             import modal
         except ImportError as error:
             raise ConfigError(
-                f"ModalProvider needs {error.name}: install runlane with the extra: pip install 'runlane[modal]'"
+                f"ModalProvider needs {error.name}: install runlane with the extra `modal` "
+                "(in a checkout: pip install '.[modal]')"
             ) from None
         if (token_id is None) != (token_secret is None):
             raise InputRefused("token_secret", "token_id and token_secret go together")

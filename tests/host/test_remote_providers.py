@@ -71,7 +71,7 @@ def test_a_missing_extra_is_named(
     module: str, extra: str, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"needs {module}: .*runlane\[{extra}\]"):
+    with pytest.raises(ConfigError, match=rf"needs {module}: .*pip install '.\[{extra}\]"):
         make()
 
 
