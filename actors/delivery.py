@@ -30,6 +30,8 @@ FIRST_LEASE_S = 5.0
 """The lease under which an admission hands its first fact over."""
 
 _BACKOFF_S = (1.0, 300.0)
+# Of why a delivery failed: it is kept in the run's own row, which stays narrow.
+_REASON_CHARS = 300
 # A receiver that does not accept our lease has seen another one, or an older state: soon it may see this one.
 _NOT_CURRENT_S = 0.5
 
@@ -161,4 +163,5 @@ def hand_back_after(prefix: Prefix, outcome: Outcome) -> HandBack:
         outcome.kind,
         outcome.reason,
     )
-    return HandBack(prefix.run_id, prefix.token, ending, delay_s)
+    said = None if outcome.reason is None else outcome.reason[:_REASON_CHARS]
+    return HandBack(prefix.run_id, prefix.token, ending, delay_s, said)

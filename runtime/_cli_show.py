@@ -26,7 +26,16 @@ from sql.receipts import StepRecord
 from sql.sandboxes import SandboxRecord
 from sql.schedules import Fire, ScheduleStatus
 from sql.status import AttemptRecord
-from sql.types import Event, Fact, JournalEntry, LaneStatus, Performance, RunDetails, RunStatus
+from sql.types import (
+    TERMINAL_STATUSES,
+    Event,
+    Fact,
+    JournalEntry,
+    LaneStatus,
+    Performance,
+    RunDetails,
+    RunStatus,
+)
 
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
@@ -197,6 +206,8 @@ def _summary(run: RunStatus) -> Iterable[tuple[str, Text | str]]:
         yield "due", moment(run.due_at)
     if run.details is not None and not run.details.served and run.status in ("queued", "waiting"):
         yield "hint", Text(_unserved(run), style="yellow")
+    elif run.details is not None and not run.details.lane_served and lane_state(run) == "pending":
+        yield "hint", Text(_undelivered(run, run.details), style="yellow")
     yield "created", moment(run.created_at)
     yield "started", moment(run.started_at)
     yield "finished", moment(run.finished_at)
@@ -216,7 +227,11 @@ def _summary(run: RunStatus) -> Iterable[tuple[str, Text | str]]:
     if run.details is not None:
         yield from _details(run.details)
     lane = f"{run.facts_delivered} of {run.facts_last} facts delivered"
-    yield "lane", f"{lane}, blocked: {run.lane_blocked}" if run.lane_blocked is not None else lane
+    if run.lane_blocked is not None:
+        lane = f"{lane}, blocked: {run.lane_blocked}"
+    elif run.details is not None and run.details.lane_failure is not None:
+        lane = f"{lane}, the latest delivery failed: {run.details.lane_failure}"
+    yield "lane", Text(lane)
 
 
 def _unserved(run: RunStatus) -> str:
@@ -224,6 +239,13 @@ def _unserved(run: RunStatus) -> str:
     belongs += [f"release {run.release_id}"] if run.release_id is not None else []
     belongs += [f"environment {run.environment}"] if run.environment is not None else []
     return f"no host that claims {', '.join(belongs)} was seen within the last minute"
+
+
+def _undelivered(run: RunStatus, details: RunDetails) -> str:
+    ends = run.status in TERMINAL_STATUSES and run.facts_delivered + 1 == run.facts_last
+    receiver = (details.terminal_receiver if ends else None) or details.receiver
+    who = f"that delivers to {receiver!r}" if receiver else "with a ledger of its own"
+    return f"no host {who} was seen within the last minute"
 
 
 def _details(details: RunDetails) -> Iterable[tuple[str, Text | str]]:

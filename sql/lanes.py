@@ -65,9 +65,9 @@ class Acknowledged:
 class HandBack:
     """The end of a delivery turn without an acknowledgement.
 
-    ``ending``: ``failed`` (counts), ``blocked`` (until an operator decides; ``reason`` says why), ``given_up`` (by its
-    sender: does not count, but it may have arrived) or ``unsent`` (does not count, and thaws if this turn froze it).
-    ``delay_s``: the earliest next delivery.
+    ``ending``: ``failed`` (counts), ``blocked`` (until an operator decides), ``given_up`` (by its sender: does not
+    count, but it may have arrived) or ``unsent`` (does not count, and thaws if this turn froze it). ``delay_s``: the
+    earliest next delivery. ``reason`` says why, for people.
     """
 
     run_id: str

@@ -135,9 +135,10 @@ class RunDetails:
     terminal fact's payload as stored (``result`` reads the output): ``output``, ``error`` or ``reason`` and ``by``.
 
     ``receiver`` gets the run's facts ("" is the hosts' own ledger), ``terminal_receiver`` its end, if another.
-    ``log_lane_blocked`` says why its logs are not delivered. ``served``: a host that claims such runs was seen within
-    the last minute. ``runtime_backend``: the key of the provider of the latest sandbox that it asked for; None: it has
-    run on hosts alone.
+    ``lane_failure`` says why the latest delivery of its lifecycle facts failed, if they are still to come;
+    ``log_lane_blocked`` why its logs are not delivered. ``served``: a host that claims such runs was seen within the
+    last minute; ``lane_served``: one that delivers to who gets the next of its lifecycle facts. ``runtime_backend``:
+    the key of the provider of the latest sandbox that it asked for; None: it has run on hosts alone.
 
     ``performance`` is what the terminal says of how the run went, where its launch asked for that;
     ``performance_unavailable`` says what is missing of it: ``invalid_usage`` (what its runner measured cannot be) or
@@ -154,8 +155,10 @@ class RunDetails:
     array_input: bool
     receiver: str
     terminal_receiver: str | None
+    lane_failure: str | None
     log_lane_blocked: str | None
     served: bool
+    lane_served: bool
     terminal: Mapping[str, Any] | None
     runtime_backend: str | None = None
     performance: Performance | None = None
@@ -283,7 +286,8 @@ class LaneStatus:
     ``first`` is the next fact to deliver, ``through`` the last of the prefix that is or was out (None: none is),
     ``last`` the lane's last; ``oldest_at`` and ``age_s`` belong to ``first``. ``attempts`` counts deliveries of the
     prefix, ``generation`` the skips before it. ``reason`` says why a blocked lane is; one that is not comes again in
-    ``due_in_s``, or is ``leased``: being delivered.
+    ``due_in_s``, or is ``leased``: being delivered. Its ``reason`` says why the latest delivery failed. ``rank`` is how
+    urgent ``first`` is: 0 a new run's first fact, 1 an end, 2 a wait that people can see, 3 progress and logs.
     """
 
     run_id: str

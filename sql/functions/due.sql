@@ -14,7 +14,7 @@ AS $$
 DECLARE
     v_now CONSTANT timestamptz := clock();
 BEGIN
-    UPDATE hosts SET seen_at = v_now, buckets = p_buckets WHERE host = p_host;
+    UPDATE hosts SET seen_at = v_now, buckets = p_buckets, receivers = p_receivers WHERE host = p_host;
     RETURN QUERY
     SELECT seconds_until(next_run_due(p_buckets, NULL, NULL, '{}'), v_now),
            seconds_until(lifecycle_next_due(p_receivers), v_now),

@@ -23,7 +23,7 @@ DECLARE
     v_now CONSTANT timestamptz := clock();
 BEGIN
     RETURN QUERY
-    SELECT t.run_id, t.lane, t.lane_receiver, t.lane_rank, t.blocked, t.lane_error, t.lane_attempts,
+    SELECT t.run_id, t.lane, t.lane_receiver, t.lane_rank, t.blocked, coalesce(t.lane_error, t.lane_failure), t.lane_attempts,
            t.lane_skips::integer, t.acked_seq + 1, t.frozen_seq, t.last_seq, f.created_at,
            extract(epoch FROM v_now - f.created_at)::double precision,
            CASE WHEN NOT t.blocked THEN seconds_until(t.lane_due_at, v_now) END,
@@ -31,13 +31,13 @@ BEGIN
       FROM (SELECT a.*
               FROM (SELECT s.* FROM (
                         SELECT r.run_id, 0::smallint AS lane, r.lane_receiver, r.lane_rank,
-                               r.lane_error IS NOT NULL AS blocked, r.lane_error, r.lane_attempts, r.lane_skips,
+                               r.lane_error IS NOT NULL AS blocked, r.lane_error, r.lane_failure, r.lane_attempts, r.lane_skips,
                                r.acked_seq, r.frozen_seq, r.last_seq, r.lane_due_at, r.lane_expires_at
                           FROM runs r WHERE r.lane_pending OFFSET 0) s
                      UNION ALL
                     SELECT s.* FROM (
                         SELECT l.run_id, 1::smallint, l.lane_receiver, l.lane_rank,
-                               l.lane_error IS NOT NULL, l.lane_error, l.lane_attempts, l.lane_skips,
+                               l.lane_error IS NOT NULL, l.lane_error, l.lane_failure, l.lane_attempts, l.lane_skips,
                                l.acked_seq, l.frozen_seq, l.last_seq, l.lane_due_at, l.lane_expires_at
                           FROM lanes l WHERE l.lane_pending OFFSET 0) s) a
              WHERE (a.blocked OR NOT p_blocked)

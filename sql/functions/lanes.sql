@@ -196,6 +196,7 @@ BEGIN
                frozen_seq = CASE WHEN i.goes_on
                                  THEN least(l.last_seq, i.head + p_prefix, nullif(@bound@, i.head)) END,
                lane_attempts = i.goes_on::integer,
+               lane_failure = NULL,
                lane_expires_at = CASE WHEN i.goes_on THEN v_now + make_interval(secs => p_lease_s) END,
                lane_due_at = CASE WHEN i.goes_on THEN v_now + make_interval(secs => p_lease_s) ELSE v_now END
           FROM free i
@@ -232,11 +233,12 @@ $$;
 -- Hands lanes back at the end of a turn that did not end in an acknowledgement. p_endings, per item:
 --
 --   failed    the delivery failed: it counts, and comes again after p_delays_s
---   blocked   it stays where it is until an operator decides; p_reasons says why
+--   blocked   it stays where it is until an operator decides
 --   given_up  its sender gave it up, or learned that it may not send: it does not count, comes again after p_delays_s,
 --             and stays frozen, for it may have arrived
 --   unsent    it never left: it does not count and, if this turn froze it, it thaws; it comes again after p_delays_s
 --
+-- p_reasons say why, for people; NULL: nothing is known that was not before.
 -- answer: done (also when the turn is over already: asked again after a lost answer) | busy | lost.
 CREATE OR REPLACE FUNCTION @schema@.@lane@_hand_back(
     p_run_ids text[], p_tokens bigint[], p_endings text[], p_delays_s double precision[], p_reasons text[]
@@ -262,6 +264,7 @@ BEGIN
         UPDATE @table@ l
            SET lane_expires_at = NULL,
                lane_error = CASE WHEN i.ending = 'blocked' THEN coalesce(i.reason, 'blocked') END,
+               lane_failure = CASE WHEN i.ending <> 'blocked' THEN coalesce(i.reason, l.lane_failure) END,
                lane_due_at = CASE WHEN i.ending = 'blocked' THEN 'infinity'
                                   ELSE v_now + make_interval(secs => i.delay_s) END,
                -- One delivery stays counted once a prefix has been out: that is what keeps it frozen.
@@ -364,14 +367,15 @@ BEGIN
     SELECT a.* INTO v_turn FROM ledger_apply_@lane@(v_ids, v_first, v_through, v_now) a;
 
     UPDATE @table@ l
-       SET acked_seq = i.through, frozen_seq = NULL, lane_attempts = 0, lane_expires_at = NULL, lane_due_at = v_now
+       SET acked_seq = i.through, frozen_seq = NULL, lane_attempts = 0, lane_expires_at = NULL, lane_due_at = v_now,
+           lane_failure = NULL
       FROM unnest(v_turn.run_ids, v_turn.through) AS i (run_id, through)
      WHERE l.run_id = ANY (ARRAY[i.run_id]);
 
     IF cardinality(v_turn.run_ids) IS DISTINCT FROM cardinality(v_ids) THEN
         UPDATE @table@ l
            SET lane_error = 'the ledger has not applied this run''s earlier facts', lane_due_at = 'infinity',
-               lane_expires_at = NULL, frozen_seq = i.through, lane_attempts = greatest(l.lane_attempts, 1)
+               lane_failure = NULL, lane_expires_at = NULL, frozen_seq = i.through, lane_attempts = greatest(l.lane_attempts, 1)
           FROM unnest(v_ids, v_through) AS i (run_id, through)
          WHERE l.run_id = ANY (ARRAY[i.run_id]) AND NOT (l.run_id = ANY (coalesce(v_turn.run_ids, '{}')));
         GET DIAGNOSTICS v_blocked = ROW_COUNT;
@@ -407,6 +411,7 @@ BEGIN
     END IF;
     UPDATE @table@ l
        SET lane_error = NULL, lane_due_at = v_now, lane_expires_at = NULL,
+           lane_failure = CASE WHEN p_skip IS NULL THEN l.lane_error END,
            acked_seq = coalesce(p_skip, l.acked_seq), lane_skips = l.lane_skips + (p_skip IS NOT NULL)::integer,
            frozen_seq = CASE WHEN p_skip IS NULL THEN l.frozen_seq END,
            -- One delivery stays counted: the prefix has been out, and never thaws.
@@ -428,8 +433,8 @@ BEGIN
     SELECT l.acked_seq INTO acked FROM @table@ l WHERE l.run_id = ANY (ARRAY[p_run_id]) FOR NO KEY UPDATE;
     v_now := clock();
     UPDATE @table@ l
-       SET acked_seq = p_acked, frozen_seq = NULL, lane_error = NULL, lane_attempts = 0, lane_due_at = v_now,
-           lane_token = NULL, lane_expires_at = NULL
+       SET acked_seq = p_acked, frozen_seq = NULL, lane_error = NULL, lane_failure = NULL, lane_attempts = 0,
+           lane_due_at = v_now, lane_token = NULL, lane_expires_at = NULL
      WHERE l.run_id = ANY (ARRAY[p_run_id]) AND l.acked_seq > p_acked;
 END
 $$;

@@ -28,21 +28,24 @@ AS $$
 $$;
 
 -- What the full form of a status has on top: the launch without its input, the end, and why nothing happens.
--- `served`: a host that claims such runs was seen within the last minute. `runtime_backend`: the provider of the latest
+-- `served`: a host that claims such runs was seen within the last minute; `lane_served`: one that delivers to whoever gets
+-- the next of its lifecycle facts. `lane_failure`: why those came back the last time. `runtime_backend`: the provider of the latest
 -- sandbox that the run asked for; NULL: it has run on hosts alone.
 CREATE OR REPLACE FUNCTION @schema@.read_run_details(p_run_id text)
 RETURNS TABLE (
     accepted_at timestamptz, launch jsonb, terminal jsonb, array_input boolean, receiver text, terminal_receiver text,
-    concurrency_key text, idempotency_key text, log_lane_error text, served boolean,
-    runtime_backend text
+    concurrency_key text, idempotency_key text, lane_failure text, log_lane_error text, served boolean,
+    lane_served boolean, runtime_backend text
 )
 LANGUAGE sql STABLE
 @seek@
 AS $$
     SELECT f.created_at, f.payload - 'input' - 'request', t.payload, r.array_input, r.receiver, r.terminal_receiver,
-           r.concurrency_key, r.idempotency_key, l.lane_error,
+           r.concurrency_key, r.idempotency_key, r.lane_failure, l.lane_error,
            EXISTS (SELECT 1 FROM hosts h
                     WHERE r.bucket = ANY (h.buckets) AND h.seen_at > clock() - interval '1 minute'),
+           EXISTS (SELECT 1 FROM hosts h
+                    WHERE r.lane_receiver = ANY (h.receivers) AND h.seen_at > clock() - interval '1 minute'),
            (SELECT nullif(s.provider, '') FROM sandboxes s WHERE s.run_id = ANY (ARRAY[r.run_id])
              ORDER BY s.attempt DESC LIMIT 1)
       FROM runs r

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime import Context, InputRefused, MemoryLedger, RunFailed, RunNotFound, play
+from runtime import Client, Context, InputRefused, MemoryLedger, RunFailed, RunNotFound, play
 from runtime import _cli_show as show
 from runtime.testing import Lab
 from tests.support import servers
@@ -183,6 +183,28 @@ async def test_a_run_that_nobody_serves_is_seen(runlane: Lab, capsys: pytest.Cap
         assert "no host" not in capsys.readouterr().out
         runlane.clock.advance(61)
         await eventually(lambda: served(mine.run_id), within_s=5)
+
+
+async def test_why_facts_are_not_delivered_is_seen(runlane: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    class Deaf(MemoryLedger):
+        async def append_many(self, deliveries: Any) -> Any:
+            raise PermissionError("the signature is not valid")
+
+    async def shown(run_id: str, words: str) -> bool:
+        show.show_run(await rt.status(run_id, full=True), [], [], [])
+        said = capsys.readouterr().out
+        # The host has said by then what it delivers to.
+        return words in said and ("no host" in words) == ("no host" in said)
+
+    async with runlane.open(echo, ledger=Deaf()) as rt, Client.open(runlane.config()) as client:
+        nobodys = await client.submit(echo, 1, receiver="nope")
+        mine = await rt.submit(echo, 1)
+        words = "the latest delivery failed: PermissionError: the signature is not valid"
+        await eventually(lambda: shown(mine.run_id, words), within_s=5)
+        hint = "no host that delivers to 'nope' was seen within the last minute"
+        await eventually(lambda: shown(nobodys.run_id, hint), within_s=5)
+        (lane,) = [one for one in await rt.lanes() if one.run_id == mine.run_id]
+        assert (lane.blocked, lane.reason) == (False, "PermissionError: the signature is not valid")
 
 
 async def test_what_the_command_line_shows_of_a_run(runlane: Lab, capsys: pytest.CaptureFixture[str]) -> None:

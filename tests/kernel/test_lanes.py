@@ -597,6 +597,42 @@ async def test_a_row_that_somebody_holds_is_waited_for_shortly_and_named(dsn: st
         assert await skip(kernel, item.run_id, 2) == (1, 2)
 
 
+@pytest.mark.parametrize("lane", list(Lane))
+async def test_why_the_latest_delivery_failed_stands_until_one_succeeds(
+    dsn: str, schema: str, lane: Lane
+) -> None:
+    async def reason() -> str | None:
+        found = await journal.list_lanes(kernel.session, blocked=False, limit=10, after=None)
+        (told,) = {one.reason for one in found if one.lane is lane}
+        return told
+
+    async with open_kernel(dsn, schema) as kernel:
+        item = await kernel.started()
+        for number in range(1, 5):
+            await kernel.say(item, number, lane)
+        for ending, said, kept in (
+            ("failed", "no signature", "no signature"),
+            ("unsent", None, "no signature"),
+            ("given_up", None, "no signature"),
+            ("given_up", "not your turn", "not your turn"),
+            ("blocked", "poison", "poison"),
+        ):
+            (prefix,) = await kernel.claim_lanes(lane, prefix=1)
+            await kernel.hand_back(prefix, ending=ending, reason=said)
+            assert await reason() == kept
+            await check_invariants(kernel.session)
+        assert await journal.retry_lane(kernel.session, item.run_id, because=None, by=None, notify=False)
+        assert await reason() == "poison"
+        (prefix,) = await kernel.claim_lanes(lane, prefix=1)
+        await kernel.acknowledge(prefix)
+        assert await reason() is None
+        (prefix,) = await kernel.claim_lanes(lane, prefix=1)
+        await kernel.hand_back(prefix, ending="failed", reason="no signature")
+        await lanes.deliver(kernel.session, lane, receivers=[""], limit=10, prefix=1, oldest=False)
+        assert await kernel.fetchval("SELECT bool_and(lane_failure IS NULL) FROM @schema@.runs")
+        assert await kernel.fetchval("SELECT bool_and(lane_failure IS NULL) FROM @schema@.lanes") is not False
+
+
 async def test_lanes_are_listed_blocked_ones_first_in_pages(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         bad = [(await blocked(kernel)).run_id for _ in range(3)]

@@ -175,10 +175,10 @@ _RULES = {
     "a lane's cursor, frozen prefix and lease fit together, and somebody will look at it": """
         SELECT run_id FROM (
             SELECT run_id, acked_seq, last_seq, frozen_seq, lane_attempts, lane_token, lane_expires_at, lane_due_at,
-                   lane_error, lane_pending FROM runs
+                   lane_error, lane_failure, lane_pending FROM runs
              UNION ALL
             SELECT run_id, acked_seq, last_seq, frozen_seq, lane_attempts, lane_token, lane_expires_at, lane_due_at,
-                   lane_error, lane_pending FROM lanes) l
+                   lane_error, lane_failure, lane_pending FROM lanes) l
          WHERE acked_seq NOT BETWEEN 0 AND last_seq
             OR frozen_seq NOT BETWEEN acked_seq + 1 AND last_seq
             OR lane_attempts < 0
@@ -186,6 +186,7 @@ _RULES = {
             OR (lane_expires_at IS NOT NULL AND (frozen_seq IS NULL OR lane_token IS NULL OR lane_error IS NOT NULL))
             OR lane_due_at > lane_expires_at
             OR (lane_error IS NOT NULL AND NOT lane_pending)
+            OR (lane_failure IS NOT NULL AND (frozen_seq IS NULL OR lane_error IS NOT NULL))
             OR (lane_pending AND (lane_due_at = 'infinity') <> (lane_error IS NOT NULL))""",
     "only a live attempt can be logging, and a lane of logs belongs to a run": """
         SELECT l.run_id FROM lanes l LEFT JOIN runs r ON r.run_id = l.run_id
