@@ -74,7 +74,8 @@ BEGIN
 END
 $$;
 
--- Runners say that they live. Never waits and touches no row of a run.
+-- Runners say that they live. Never waits and touches no row of a run. Its commit does not wait for the disk: a crash of
+-- the server may forget the last heartbeats, and the next ones come within seconds.
 --
 -- answer: ok | cancelled (asked for, or done) | ended | superseded (a newer attempt has the run) | early (the host has
 -- not let go yet: ask again in a moment) | unknown (no such attempt, or another token) | busy.
@@ -89,6 +90,7 @@ DECLARE
     v_done text[];
 BEGIN
     PERFORM require_read_committed();
+    PERFORM set_config('synchronous_commit', 'off', true);
     v_now := clock();
 
     WITH free AS (

@@ -134,6 +134,17 @@ async def test_strangers_hear_nothing(dsn: str, schema: str) -> None:
         assert await kernel.fetchval("SELECT count(*) FROM @schema@.runner_results") == 0
 
 
+async def test_a_heartbeat_waits_for_no_disk_and_nothing_else_does_without(dsn: str, schema: str) -> None:
+    async with checked(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        item = await detached(kernel)
+        shown = "SELECT current_setting('synchronous_commit')"
+        await caller.begin()
+        assert await beat(caller.doors(kernel), item) == "ok"
+        assert (await caller.fetch(shown))[0][0] == "off"
+        await caller.commit()
+        assert (await caller.fetch(shown))[0][0] == "on"
+
+
 async def test_a_runner_that_is_too_early_is_told_so(dsn: str, schema: str) -> None:
     async with checked(dsn, schema) as kernel:
         item = await kernel.started()
