@@ -23,7 +23,7 @@ from runtime.embedded import EmbeddedServer
 from runtime.host import session_options
 from runtime.link import ActorLink
 from runtime.routes import Routes
-from runtime.submit import Submissions, buckets_from
+from runtime.submit import Submissions, plays_from
 from runtime.sync import SyncVerbs
 from sql import admission, control, deployment, due, events, status
 from sql.admission import Admitted, Submission
@@ -120,7 +120,7 @@ class LineLink:
     def __init__(self, config: RuntimeConfig, codec: JsonCodec) -> None:
         channels = [channel(config.schema, "terminals")] if config.notify else []
         self.config = config
-        self.submissions = Submissions(config, codec, {}, buckets_from(self.ask, config), Routes(None, {}))
+        self.submissions = Submissions(config, codec, {}, plays_from(self.ask, config), Routes(None, {}))
         self.line = Line(session_options(config), "sync client", channels=channels)
         self._watched: Counter[str] = Counter()
         self._ends: dict[str, Terminal] = {}

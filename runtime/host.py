@@ -59,7 +59,7 @@ from runtime.plays import Play
 from runtime.postgres_ledger import PostgresLedger
 from runtime.routes import Route, Routes
 from runtime.sandboxes import SandboxProvider
-from runtime.submit import Submissions, Submit, buckets_from
+from runtime.submit import Submissions, Submit, plays_from
 from runtime.view import Reports, View
 from sql import admission, circuits, claim, deployment, proof, status, waits
 from sql.admission import Submission
@@ -204,7 +204,7 @@ class _Composition:
             "control", _MOST_WAITING, wake=hints.wake_control, abandon=_abandon
         )
         self.intents: Mailbox[IntentRequest] = Mailbox("array_input", sys.maxsize, abandon=_abandon)
-        self._look_up = buckets_from(lambda read: ask(self.queries, read, config.operation_timeout_s), config)
+        self._look_up = plays_from(lambda read: ask(self.queries, read, config.operation_timeout_s), config)
         self.queries: Mailbox[Query] = Mailbox(
             "watch", _MOST_WAITING, wake=hints.wake_watch, abandon=_abandon
         )
@@ -216,7 +216,7 @@ class _Composition:
         self.launches: Mailbox[LaunchRequest] = Mailbox(
             "children", sys.maxsize, wake=hints.wake_waits, abandon=_abandon
         )
-        self.submissions = Submissions(config, codec, plays, self._buckets_of, self.routes)
+        self.submissions = Submissions(config, codec, plays, self._find_play, self.routes)
         self.facts = Facts(options, self.sayings, self.attempts, hints, flush_s=config.flush_ms / 1000)
         doors = Doors(
             say=_Say(self.sayings),
@@ -576,10 +576,11 @@ class _Composition:
         )
         return counted
 
-    async def _buckets_of(self, play: str) -> Mapping[int, int] | None:
-        if play in self.buckets:
-            return self.buckets[play]
-        return await self._look_up(play)
+    async def _find_play(self, name: str) -> admission.Registered | None:
+        play = self.plays.get(name)
+        if play is not None:
+            return admission.Registered(self.buckets[name], _per_key(play) is not None)
+        return await self._look_up(name)
 
 
 def _child(
@@ -668,12 +669,12 @@ async def _register(
             version=identity["version"],
             plays={
                 play.name: admission.PlayRules(
-                    play.crash_cap or config.crash_cap, play.max_running, play.max_per_key
+                    play.crash_cap or config.crash_cap, play.max_running, _per_key(play)
                 )
                 for play in plays.values()
             },
         )
-        found, _ = await admission.play_buckets(
+        found = await admission.play_buckets(
             session, list(plays), release_id=config.release_id, environment=config.environment
         )
         secret = ""
@@ -683,6 +684,11 @@ async def _register(
     for (play, priority), bucket in found.items():
         buckets.setdefault(play, {})[priority] = bucket
     return buckets, secret
+
+
+def _per_key(play: Play) -> int | None:
+    """How many of one key run at once, for everybody to see; None for a play that makes no keys and limits none."""
+    return 1 if play.max_per_key is None and play.concurrency_key is not None else play.max_per_key
 
 
 class _Say:

@@ -6,6 +6,7 @@ Owns every check of a submit before the database sees anything, and what the ans
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -18,13 +19,15 @@ from runtime.config import RuntimeConfig
 from runtime.plays import NAME_PATTERN, Play
 from runtime.routes import Routes
 from sql import admission
-from sql.admission import Admitted, Submission
+from sql.admission import Admitted, Registered, Submission
 from sql.connection import Session
 from sql.errors import DuplicateRun, IdempotencyConflict, InputRefused, UnknownPlay
 from sql.types import PERFORMANCE, SCOPES, SURFACES, TRIGGERS
 
 _NAME = re.compile(NAME_PATTERN)
 _JSON = JsonCodec()
+# Hosts that start meanwhile may bring a limit per key, or lift one.
+_KEYED_S = 15.0
 
 
 @attrs.frozen(kw_only=True)
@@ -53,51 +56,50 @@ class Submit:
     receiver: str | None = None
 
 
-BucketsOf = Callable[[str], Awaitable[Mapping[int, int] | None]]
-"""The buckets of a play by priority; None for a play that no host has registered."""
+FindPlay = Callable[[str], Awaitable[Registered | None]]
+"""A play as its hosts have registered it; None for one that no host has."""
 
 
-def buckets_from(
+def plays_from(
     ask: Callable[[Callable[[Session], Awaitable[Any]]], Awaitable[Any]], config: RuntimeConfig
-) -> BucketsOf:
+) -> FindPlay:
     """Looks plays up with ``ask(read)``, for this configuration's release and environment."""
 
-    async def buckets_of(play: str) -> Mapping[int, int] | None:
-        found, registered = await ask(
-            lambda session: admission.play_buckets(
-                session, [play], release_id=config.release_id, environment=config.environment
+    async def find(play: str) -> Registered | None:
+        found: Registered | None = await ask(
+            lambda session: admission.find_play(
+                session, play, release_id=config.release_id, environment=config.environment
             )
         )
-        return {priority: bucket for (_, priority), bucket in found.items()} if play in registered else None
+        return found
 
-    return buckets_of
+    return find
 
 
 class Submissions:
-    """Checks submits of one runtime. ``plays`` are its own; others are looked up with ``buckets_of``. ``routes`` say
-    which ledgers it has for the facts of what is submitted here."""
+    """Checks submits of one runtime. ``plays`` are its own; others are looked up with ``find``. ``routes`` say which
+    ledgers it has for the facts of what is submitted here."""
 
     def __init__(
         self,
         config: RuntimeConfig,
         codec: JsonCodec,
         plays: Mapping[str, Play],
-        buckets_of: BucketsOf,
+        find: FindPlay,
         routes: Routes,
     ) -> None:
         self._config = config
         self.codec = codec
         self._plays = plays
-        self._buckets_of = buckets_of
+        self._find = find
         self._routes = routes
-        self._buckets: dict[str, Mapping[int, int]] = {}
+        self._found: dict[str, Registered] = {}
+        self._found_at: dict[str, float] = {}
 
     async def prepare(self, item: Submit) -> Submission:
         """The submission of an item. Raises InputRefused (PayloadRefused, UnknownPlay) naming the field."""
         name = self._name(item.play)
-        buckets = self._buckets.get(name)
-        if buckets is None:
-            buckets = await self._look_up(name)
+        found = self._found.get(name) or await self._look_up(name)
         text = self.codec.encode(
             item.input,
             what="input",
@@ -105,6 +107,8 @@ class Submissions:
             max_depth=self._config.max_depth,
         )
         key = self._concurrency_key(item, text)
+        if key is None and self.known(item.play) is None:
+            await self._check_keyless(name)
         priority = ids.check_priority(item.priority)
         delay_s, at = ids.check_when(item.delay, item.at)
         labels = ids.check_labels(item.labels)
@@ -113,7 +117,7 @@ class Submissions:
             run_id=ids.new_run_id() if item.run_id is None else ids.check_run_id(item.run_id),
             named=item.run_id is not None,
             play=name,
-            bucket=buckets[priority],
+            bucket=found.buckets[priority],
             priority=priority,
             input=text,
             org_id=ids.check_org_id(item.org_id),
@@ -189,15 +193,29 @@ class Submissions:
             return check_play_name(play)
         raise InputRefused("play", f"must be a play or its name, not {type(play).__name__}")
 
-    async def _look_up(self, name: str) -> Mapping[int, int]:
-        buckets = await self._buckets_of(name)
-        if buckets is None:
+    async def _check_keyless(self, name: str) -> None:
+        """Refuse a run without a concurrency key of a play that is not known here, if it has a limit per key.
+
+        Whoever has the play, in whichever version, knows that the run has no key.
+        """
+        found = self._found[name]
+        if time.monotonic() - self._found_at[name] > _KEYED_S:
+            found = await self._look_up(name)
+        if found.keyed:
+            raise InputRefused(
+                "concurrency_key",
+                f"play {name!r} limits how many runs of one key go at once and is not known here: give the run's key",
+            )
+
+    async def _look_up(self, name: str) -> Registered:
+        found = await self._find(name)
+        if found is None:
             known = ", ".join(sorted(self._plays)) or "none"
             raise UnknownPlay(
                 "play", f"no host has ever registered a play named {name[:140]!r} (hosted here: {known})"
             )
-        self._buckets[name] = buckets
-        return buckets
+        self._found[name], self._found_at[name] = found, time.monotonic()
+        return found
 
 
 def check_play_name(name: Any) -> str:

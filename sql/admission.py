@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 import attrs
 
@@ -110,15 +111,39 @@ def _extras(item: Submission) -> str | None:
     return json.dumps(extras)
 
 
+@attrs.frozen
+class Registered:
+    """A play that some host has registered: its buckets by priority, and whether it has a limit per concurrency key."""
+
+    buckets: Mapping[int, int]
+    keyed: bool
+
+
+async def find_play(
+    session: Session, play: str, *, release_id: str | None, environment: str | None
+) -> Registered | None:
+    """A play as its hosts have registered it; None where no host has. Reads only."""
+    rows = await _play_buckets(session, [play], release_id, environment)
+    if not rows[0]["registered"]:
+        return None
+    return Registered({row["priority"]: row["bucket"] for row in rows}, rows[0]["keyed"])
+
+
 async def play_buckets(
     session: Session, plays: Sequence[str], *, release_id: str | None, environment: str | None
-) -> tuple[dict[tuple[str, int], int], frozenset[str]]:
-    """Buckets by (play, priority), and which of the plays some host has registered. Reads only."""
-    rows = await session.fetch(
+) -> dict[tuple[str, int], int]:
+    """Buckets by (play, priority), registered or not. Reads only."""
+    rows = await _play_buckets(session, plays, release_id, environment)
+    return {(row["play"], row["priority"]): row["bucket"] for row in rows}
+
+
+async def _play_buckets(
+    session: Session, plays: Sequence[str], release_id: str | None, environment: str | None
+) -> Sequence[Any]:
+    rows: Sequence[Any] = await session.fetch(
         call(session.options.schema, "play_buckets", 3), list(plays), release_id, environment
     )
-    buckets = {(row["play"], row["priority"]): row["bucket"] for row in rows}
-    return buckets, frozenset(row["play"] for row in rows if row["registered"])
+    return rows
 
 
 @attrs.frozen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -12,6 +11,7 @@ import pytest
 from runtime import Context, JsonCodec, PayloadRefused, Play, RuntimeConfig, Submit, play
 from runtime.routes import Routes
 from runtime.submit import Submissions
+from sql.admission import Registered
 
 
 @attrs.frozen
@@ -44,11 +44,11 @@ def hosted() -> list[Play]:
 
 @pytest.fixture
 def submissions(hosted: list[Play]) -> Submissions:
-    async def buckets(_: str) -> Mapping[int, int]:
-        return {0: 1}
+    async def find(_: str) -> Registered:
+        return Registered({0: 1}, keyed=False)
 
     return Submissions(
-        RuntimeConfig(), JsonCodec(), {one.name: one for one in hosted}, buckets, Routes(None, {})
+        RuntimeConfig(), JsonCodec(), {one.name: one for one in hosted}, find, Routes(None, {})
     )
 
 

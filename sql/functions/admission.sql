@@ -222,14 +222,16 @@ BEGIN
 END
 $$;
 
--- Buckets of plays for every priority, and whether any host has ever registered the play.
+-- Buckets of plays for every priority, whether any host has ever registered the play, and whether it has a limit per
+-- concurrency key.
 CREATE OR REPLACE FUNCTION @schema@.play_buckets(p_plays text[], p_release text, p_environment text)
-RETURNS TABLE (play text, priority smallint, bucket bigint, registered boolean)
+RETURNS TABLE (play text, priority smallint, bucket bigint, registered boolean, keyed boolean)
 LANGUAGE sql STABLE
 SET search_path = @schema@, pg_temp
 AS $$
     SELECT p.play, v.priority::smallint, bucket_of(p.play, p_release, p_environment, v.priority),
-           EXISTS (SELECT 1 FROM plays WHERE plays.name = ANY (ARRAY[p.play]))
+           EXISTS (SELECT 1 FROM plays WHERE plays.name = ANY (ARRAY[p.play])),
+           EXISTS (SELECT 1 FROM limits WHERE limits.kind = 'key' AND limits.name = ANY (ARRAY[p.play]))
       FROM unnest(p_plays) AS p (play)
      CROSS JOIN generate_series(-2, 2) AS v (priority)
 $$;

@@ -5,8 +5,8 @@
 -- It may be called inside the caller's own transaction: rolled back means never seen. Everything is checked
 -- here that a host checks at its own door; a refusal raises SQLSTATE RL001 and names the field. A run id or
 -- idempotency key of another run raises RL003, a unique key that another run holds RL004; DETAIL is that run's id.
--- Options: run_id, idempotency_key, org_id, priority, delay (seconds), at (timestamp), labels, release_id,
--- environment, concurrency_key, receiver (as runs carry it), unique_key, unique_for_s (seconds; absent: until the run
+-- Options: run_id, idempotency_key, org_id, priority, delay (seconds), at (a timestamp with its zone), labels, release_id,
+-- environment, concurrency_key (required, but may be null, where the play has a limit per key), receiver (as runs carry it), unique_key, unique_for_s (seconds; absent: until the run
 -- has ended), on_conflict (reject, existing or replace; of the unique key), surface, trigger, scope, terminal_receiver,
 -- array_input_receiver, terminal_performance (basic or full), notify (default true).
 
@@ -64,6 +64,37 @@ BEGIN
         PERFORM refuse('options.' || p_name, 'must be a number');
     END IF;
     RETURN (p_options ->> p_name)::numeric;
+END
+$$;
+
+-- A moment that a text option names, or NULL where it is absent or null. What it names must not depend on where it is
+-- read: it is read in two time zones. (The function's own setting of the zone is undone at its end.)
+CREATE OR REPLACE FUNCTION @schema@.moment_option(p_options jsonb, p_name text) RETURNS timestamptz
+LANGUAGE plpgsql
+SET search_path = @schema@, pg_temp
+SET TimeZone = 'UTC'
+AS $$
+DECLARE
+    v_text  CONSTANT text := text_option(p_options, p_name, 100);
+    v_field CONSTANT text := 'options.' || p_name;
+    v_at    timestamptz;
+BEGIN
+    IF v_text IS NULL THEN
+        RETURN NULL;
+    END IF;
+    BEGIN
+        v_at := v_text::timestamptz;
+        PERFORM set_config('TimeZone', 'Etc/GMT+12', true);
+        IF v_at <> v_text::timestamptz THEN
+            PERFORM refuse(v_field, format('%L has no time zone: add Z or an offset', v_text));
+        END IF;
+    EXCEPTION WHEN data_exception THEN
+        PERFORM refuse(v_field, format('%L is not a timestamp', v_text));
+    END;
+    IF NOT isfinite(v_at) THEN
+        PERFORM refuse(v_field, 'must be a finite timestamp');
+    END IF;
+    RETURN v_at;
 END
 $$;
 
@@ -189,18 +220,14 @@ BEGIN
     IF v_delay NOT BETWEEN 0 AND 316224000 THEN
         PERFORM refuse('options.delay', 'must be seconds from 0 to 316224000 (10 years)');
     END IF;
-    IF text_option(p_options, 'at', 100) IS NOT NULL THEN
-        IF v_delay IS NOT NULL THEN
-            PERFORM refuse('options.at', 'give delay or at, not both');
-        END IF;
-        BEGIN
-            v_at := (p_options ->> 'at')::timestamptz;
-        EXCEPTION WHEN data_exception THEN
-            PERFORM refuse('options.at', format('%L is not a timestamp', p_options ->> 'at'));
-        END;
-        IF NOT isfinite(v_at) THEN
-            PERFORM refuse('options.at', 'must be a finite timestamp');
-        END IF;
+    v_at := moment_option(p_options, 'at');
+    IF num_nonnulls(v_delay, v_at) = 2 THEN
+        PERFORM refuse('options.at', 'give delay or at, not both');
+    END IF;
+    -- Only who has the play knows what key it makes of the input, or that it makes none.
+    IF NOT p_options ? 'concurrency_key' AND EXISTS (SELECT 1 FROM limits WHERE kind = 'key' AND name = p_play) THEN
+        PERFORM refuse('options.concurrency_key', format(
+            'play %L limits how many runs of one key go at once: give the run''s key, or null if it has none', p_play));
     END IF;
 
     SELECT a.* INTO v_answer

@@ -592,7 +592,7 @@ async def test_a_lease_without_a_task_is_handed_back(hosts: Hosts) -> None:
         ghost = await rt.submit("naps", 1)
         await until(rt, long.run_id, "running")
         async with hosts.session() as session:
-            found, _ = await admission.play_buckets(session, ["naps"], release_id=None, environment=None)
+            found = await admission.play_buckets(session, ["naps"], release_id=None, environment=None)
             answer = await claim.claim(
                 session,
                 claim.Buckets.of(found),

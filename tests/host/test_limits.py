@@ -11,7 +11,7 @@ import attrs
 import pytest
 import trio
 
-from runtime import Context, InputRefused, InvalidPlay, Runtime, Submit, play
+from runtime import Client, Context, InputRefused, InvalidPlay, Runtime, Submit, play, submit
 from tests.support.hosts import Hosts, host_process, until
 
 # A waiter starts because somebody ended, long before the next look at the database.
@@ -119,6 +119,29 @@ async def test_a_key_of_the_caller_goes_before_that_of_the_play(hosts: Hosts) ->
         assert gauge.most["o"] == 2
         facts = await rt.facts((await rt.submit(sync, {"account": "b"})).run_id)
         assert facts[0].payload["concurrency_key"] == "b"
+
+
+async def test_who_has_not_the_play_must_give_the_key_of_one_with_a_limit_per_key(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "_KEYED_S", 0.0)
+    older = play("sync")(sync.fn)
+    async with hosts.open(older) as old, Client.open(hosts.config()) as client:
+        await client.submit("sync", {"account": "a"})
+        async with hosts.open(sync) as new:  # started last: its limits are the ones that hold
+            assert [(limit.kind, limit.name, limit.max_running) for limit in await new.limits()] == [
+                ("key", "sync", 1)
+            ]
+            with pytest.raises(InputRefused, match=r"concurrency_key: play 'sync' .* give the run's key"):
+                await client.submit("sync", {"account": "a"})
+            with pytest.raises(InputRefused, match="concurrency_key"):
+                await client.schedule("hourly", "sync", {"account": "a"}, every_s=3600)
+            await client.submit("sync", {"account": "a"}, concurrency_key="a")
+            await client.submit(sync, {"account": "a"})
+            await new.submit("sync", {"account": "a"})
+            await old.submit("sync", {"account": "a"})  # an older host goes on as it is
+        async with hosts.open(older):
+            await client.submit("sync", {"account": "a"})
 
 
 async def test_bad_keys_are_refused_by_name(hosts: Hosts) -> None:

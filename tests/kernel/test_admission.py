@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import asyncpg
@@ -327,9 +328,12 @@ BAD_OPTIONS: dict[str, tuple[str, str]] = {
     "long delay": ('{"delay": 1e10}', "options.delay"),
     "huge delay": ('{"delay": 1e400}', "options.delay"),
     "delay as text": ('{"delay": "1"}', "options.delay"),
-    "delay and at": ('{"delay": 1, "at": "2030-01-01"}', "options.at"),
+    "delay and at": ('{"delay": 1, "at": "2030-01-01T00:00Z"}', "options.at"),
     "at that is no time": ('{"at": "soon"}', "options.at"),
     "at that is no text": ('{"at": 5}', "options.at"),
+    "at without a zone": ('{"at": "2026-12-24 10:00"}', "options.at"),
+    "at that is a day": ('{"at": "2026-12-24"}', "options.at"),
+    "at that is another day elsewhere": ('{"at": "tomorrow"}', "options.at"),
     "infinite at": ('{"at": "infinity"}', "options.at"),
     "labels that are a list": ('{"labels": []}', "options.labels"),
     "labels that are text": ('{"labels": "x"}', "options.labels"),
@@ -346,6 +350,29 @@ BAD_INPUTS: dict[str, tuple[str | None, str]] = {
     "deep input": (nested(65), "input"),
     "number that no host can read": ("[1e700]", "input"),
 }
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "2026-12-24T10:00Z",
+        "2026-12-24 11:00+01",
+        "2026-12-24 05:00 America/New_York",
+        "Dec 24 10:00 2026 GMT",
+    ],
+)
+async def test_a_moment_has_its_zone_with_it(dsn: str, schema: str, at: str) -> None:
+    async with open_kernel(dsn, schema) as kernel, open_caller(dsn, schema) as caller:
+        await caller.fetchval("SELECT set_config('TimeZone', 'Asia/Tokyo', false)")
+        submit = kernel.render("SELECT run_id FROM @schema@.submit_run('alpha', '1', $1)")
+        await caller.fetchval(submit, json.dumps({"at": at}))
+        due = await kernel.fetchval("SELECT due_at FROM @schema@.runs")
+        assert due == datetime(2026, 12, 24, 10, tzinfo=UTC)
+        assert await caller.fetchval("SHOW TimeZone") == "Asia/Tokyo"
+        with pytest.raises(
+            asyncpg.PostgresError, match="'10:00 Dec 24 2026' has no time zone: add Z or an offset"
+        ):
+            await caller.fetchval(submit, '{"at": "10:00 Dec 24 2026"}')
 
 
 async def refused(caller: Any, statement: str, *args: Any) -> str | None:

@@ -256,6 +256,19 @@ async def test_submit_run_takes_a_concurrency_key(dsn: str, schema: str) -> None
             )
 
 
+async def test_submit_run_wants_the_key_of_a_play_with_a_limit_per_key(dsn: str, schema: str) -> None:
+    submit = "SELECT * FROM @schema@.submit_run('alpha', '1', $1)"
+    async with open_kernel(dsn, schema) as kernel:
+        await kernel.fetch(submit, "{}")
+        await register(kernel, alpha=admission.PlayRules(5, max_per_key=2))
+        with pytest.raises(KernelRefused, match=r"options\.concurrency_key: play 'alpha' limits .* or null"):
+            await kernel.fetch(submit, "{}")
+        await kernel.fetch(submit, '{"concurrency_key": "x"}')
+        await kernel.fetch(submit, '{"concurrency_key": null}')
+        await register(kernel, alpha=admission.PlayRules(5, max_running=2))
+        await kernel.fetch(submit, "{}")
+
+
 # --- many at once ------------------------------------------------------------------------------------
 
 

@@ -415,7 +415,7 @@ async def prepare(session: Session, *, plays: Sequence[str] = PLAYS, owner: int 
         version="test",
         plays={play: admission.PlayRules(5) for play in plays},
     )
-    served, _ = await admission.play_buckets(session, plays, release_id=None, environment=None)
+    served = await admission.play_buckets(session, plays, release_id=None, environment=None)
     return Kernel(session, owner, served)
 
 
