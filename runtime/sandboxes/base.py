@@ -12,6 +12,9 @@ import attrs
 
 from sql.errors import RunlaneError
 
+TAIL_BYTES = 4_096
+"""How much of the end of a sandbox's output its diagnostics keep."""
+
 
 class SandboxFault(RunlaneError):
     """A provider could not do what was asked; nothing is known of the sandbox but what is in the database."""

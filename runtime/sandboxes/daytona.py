@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
-from runtime.sandboxes.base import Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
-from runtime.sandboxes.remote import AT_ONCE, Calls, how_it_ended, limited, short_name
+from runtime.sandboxes.base import TAIL_BYTES, Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
+from runtime.sandboxes.remote import (
+    AT_ONCE,
+    Calls,
+    how_it_ended,
+    limited,
+    no_answer,
+    not_installed,
+    short_name,
+)
 from sql.errors import ConfigError, InputRefused
 
 if TYPE_CHECKING:
@@ -33,13 +41,12 @@ _NAME = "runlane-sandbox"
 _SESSION = "runlane"
 _LOOK_AGAIN_S = 0.2
 _PAGE = 200
-_TAIL_BYTES = 4_096
 
 # Only the first one of two that are asked to start the command does: a session runs one after the other.
 _FOLDER = '"${HOME:-/tmp}/.runlane"'
 _SECOND = 75
 _START = f"mkdir {_FOLDER} || exit {_SECOND}\nexec >{_FOLDER}/output 2>&1\n"
-_TAIL = f"tail -c {_TAIL_BYTES} {_FOLDER}/output"
+_TAIL = f"tail -c {TAIL_BYTES} {_FOLDER}/output"
 
 _IN_THE_MAKING = frozenset(
     [
@@ -87,10 +94,7 @@ class DaytonaProvider:
             import daytona_api_client
             import daytona_toolbox_api_client  # noqa: F401
         except ImportError as error:
-            raise ConfigError(
-                f"DaytonaProvider needs {error.name}: install runlane with the extra `daytona` "
-                "(in a checkout: pip install '.[daytona]')"
-            ) from None
+            raise not_installed("DaytonaProvider", "daytona", error) from None
         if (snapshot is None) == (image is None):
             raise InputRefused("snapshot", "give a snapshot or an image, one that has runlane in it")
         if image is None and (cpu, disk_gib) != (None, None):
@@ -172,7 +176,7 @@ class DaytonaProvider:
         except HTTPError as error:
             reason = error.reason if isinstance(error, MaxRetryError) else error
             if isinstance(reason, TimeoutError) and not isinstance(reason, NewConnectionError):
-                raise SandboxFault(f"{self.key}: no answer within {self._call_s:g} s") from None
+                raise no_answer(self.key, self._call_s) from None
             raise SandboxFault(f"{self.key}: not reached: {reason}") from None
         except Exception as error:  # the client's own, of two packages
             status = getattr(error, "status", None)

@@ -23,7 +23,7 @@ from typing import Any
 import trio
 
 from runtime.sandboxes import keeper
-from runtime.sandboxes.base import Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
+from runtime.sandboxes.base import TAIL_BYTES, Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
 from runtime.sandboxes.keeper import (
     EXIT_FILE,
     KEEPER_LOG,
@@ -37,7 +37,6 @@ from runtime.sandboxes.keeper import (
 )
 from sql.errors import InputRefused
 
-_TAIL_BYTES = 4_096
 _STARTED_WITHIN_S = 30.0
 _KILL_ROUNDS = 100
 _MARK = "RUNLANE_RUNNER_SANDBOX"
@@ -143,7 +142,7 @@ class LocalProvider:
             with contextlib.suppress(OSError):
                 output += (home / name).read_bytes()
         return Inspection(
-            "ended", {**diagnostics, "output_tail": output[-_TAIL_BYTES:].decode("utf-8", "replace")}
+            "ended", {**diagnostics, "output_tail": output[-TAIL_BYTES:].decode("utf-8", "replace")}
         )
 
     def _delete(self, sandbox: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from runtime.sandboxes.base import Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
-from runtime.sandboxes.remote import Calls, how_it_ended, limited, no_answer, short_name
+from runtime.sandboxes.remote import Calls, how_it_ended, limited, no_answer, not_installed, short_name
 from sql.errors import ConfigError, InputRefused
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ class ModalProvider:
         try:
             import modal
         except ImportError as error:
-            raise ConfigError(
-                f"ModalProvider needs {error.name}: install runlane with the extra `modal` "
-                "(in a checkout: pip install '.[modal]')"
-            ) from None
+            raise not_installed("ModalProvider", "modal", error) from None
         if (token_id is None) != (token_secret is None):
             raise InputRefused("token_secret", "token_id and token_secret go together")
         self.key = key
@@ -234,9 +231,8 @@ class ModalProvider:
             except modal.exception.NotFoundError:
                 return None  # it has ended meanwhile
 
-        boxes = [
-            box async for box in modal.Sandbox.list.aio(app_id=app.app_id, tags=_OURS, client=self._client)
-        ]
+        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=_OURS, client=self._client)
+        boxes = [box async for box in listed]
         return sorted(filter(None, await asyncio.gather(*map(name, boxes))))
 
 
@@ -249,7 +245,5 @@ def _tags(sandbox: str) -> dict[str, str]:
 
 def _named(tags: dict[str, str]) -> str | None:
     """Our name of what has these tags."""
-    parts = [
-        tags[name] for name in sorted(tags, key=lambda name: (len(name), name)) if name.startswith(_NAME)
-    ]
-    return "".join(parts).replace("_c", ":").replace("_u", "_") or None
+    numbered = sorted(filter(lambda name: name.startswith(_NAME), tags), key=lambda name: (len(name), name))
+    return "".join(tags[name] for name in numbered).replace("_c", ":").replace("_u", "_") or None

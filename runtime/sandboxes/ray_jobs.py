@@ -20,8 +20,9 @@ import trio
 
 from actors.core import Backoff, bounded_cleanup
 from runtime.http_client import Answer, HttpClient, NoAnswer, check_base, check_headers
-from runtime.sandboxes.base import Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
+from runtime.sandboxes.base import TAIL_BYTES, Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
 from runtime.sandboxes.keeper import REPORT, SPEC_VARIABLE
+from runtime.sandboxes.remote import no_answer
 from sql.errors import InputRefused
 
 _PREFIX = "runlane-"
@@ -34,7 +35,6 @@ _KEEPER = (
     "runpy.run_path(found.submodule_search_locations[0] + '/sandboxes/keeper.py', run_name='__main__')"
 )
 _AT_ONCE = 20
-_TAIL_BYTES = 4_096
 _ANSWER_BYTES = 64 * 1_048_576
 _UNDER_WAY = ("PENDING", "RUNNING")
 _STOPPED_WITHIN_S = 20.0
@@ -236,7 +236,7 @@ class RayProvider:
             found |= json.loads(report)
         except (ValueError, TypeError):
             said += report
-        return {**found, "output_tail": said.strip()[-_TAIL_BYTES:]}
+        return {**found, "output_tail": said.strip()[-TAIL_BYTES:]}
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         async with self._limiter:
@@ -254,7 +254,7 @@ class RayProvider:
                         method, path, body=b"" if body is None else json.dumps(body).encode()
                     )
             except trio.TooSlowError:
-                raise SandboxFault(f"{self.key}: no answer within {self._call_s:g} s") from None
+                raise no_answer(self.key, self._call_s) from None
             except NoAnswer as error:
                 raise SandboxFault(f"{self.key}: no answer from the dashboard of Ray: {error}") from error
             finally:

@@ -1,7 +1,7 @@
 """What providers of sandboxes on other machines share.
 
-Owns how their clients are called off the loop, how our names fit into theirs, and the shell line that sets limits. It
-knows no provider.
+Owns how their clients are called off the loop, what is said of one that is missing or does not answer, how our names
+fit into theirs, and the shell line that sets limits. It knows no provider.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from runtime.sandboxes.base import SandboxFault
+from runtime.sandboxes.base import TAIL_BYTES, SandboxFault
+from sql.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -54,6 +55,14 @@ def no_answer(provider: str, within_s: float) -> SandboxFault:
     return SandboxFault(f"{provider}: no answer within {within_s:g} s")
 
 
+def not_installed(provider: str, extra: str, error: ImportError) -> ConfigError:
+    """The error of a provider whose client is not there."""
+    return ConfigError(
+        f"{provider} needs {error.name}: install runlane with the extra `{extra}` "
+        f"(in a checkout: pip install '.[{extra}]')"
+    )
+
+
 def short_name(sandbox: str) -> str:
     """Our name where a provider takes 63 letters, digits, dots, dashes and underscores: itself, or its beginning and a
     digest. Always the same one."""
@@ -73,12 +82,12 @@ def limited(command: Sequence[str], *, cpu_s: float | None = None, memory_bytes:
     return f"{limits}exec {shlex.join(command)}"
 
 
-def how_it_ended(exit_code: int, output: str, *, most: int = 4_096) -> dict[str, Any]:
+def how_it_ended(exit_code: int, output: str) -> dict[str, Any]:
     """Diagnostics of a command, as shells and containers count: 128 and more is a signal."""
     found: dict[str, Any] = {
         "reason": "its command has ended",
         "exit_code": exit_code,
-        "output_tail": output[-most:],
+        "output_tail": output[-TAIL_BYTES:],
     }
     if exit_code > 128:
         with contextlib.suppress(ValueError):  # a program may use such a number for itself
