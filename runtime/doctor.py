@@ -6,7 +6,7 @@ Owns the findings and their words. It looks once, in a few seconds, changes noth
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 import trio
@@ -25,6 +25,7 @@ _APART_S = 5.0
 _HEARD_WITHIN_S = 3.0
 _HOST_CONNECTIONS = 20
 _DEAD_ROWS = 100_000
+_SHOWN_HOSTS = 10
 _CHANNEL = "runlane_doctor"
 
 
@@ -167,62 +168,61 @@ async def _schema(session: Session) -> Finding:
 
 
 async def _work(session: Session) -> list[Finding]:
-    hosts = await doctor.read_hosts(session)
-    if hosts:
-        shown = ", ".join(f"{name} ({version})" for name, version in list(hosts.items())[:10])
-        more = f" and {len(hosts) - 10} more" if len(hosts) > 10 else ""
-        found = [Finding("hosts", OK, f"{len(hosts)} seen within a minute: {shown}{more}")]
-    else:
-        found = [
-            Finding("hosts", WARNING, "none seen within a minute", "start one: `runlane serve --plays …`")
-        ]
-    for unserved in await doctor.read_unserved(session):
-        of = [
-            f"{name} {value}"
-            for name, value in (
-                ("release", unserved.release_id),
-                ("environment", unserved.environment),
-            )
-            if value is not None
-        ]
-        found.append(
-            Finding(
-                "plays",
-                PROBLEM,
-                f"runs of {unserved.play}{' of ' if of else ''}{' and '.join(of)} have been due for "
-                f"{unserved.late_s:.0f} s and no host takes them",
-                "host that play, of that release and environment" if of else "host that play",
-            )
+    return [
+        _hosts(await doctor.read_hosts(session)),
+        *map(_unserved, await doctor.read_unserved(session)),
+        _ledgers(await status.backlog(session)),
+        *_sandboxes(await doctor.read_stuck_sandboxes(session)),
+        *_dead_rows(await doctor.read_bloat(session)),
+    ]
+
+
+def _hosts(hosts: Mapping[str, str]) -> Finding:
+    if not hosts:
+        return Finding("hosts", WARNING, "none seen within a minute", "start one: `runlane serve --plays …`")
+    shown = ", ".join(f"{name} ({version})" for name, version in list(hosts.items())[:_SHOWN_HOSTS])
+    more = f" and {len(hosts) - _SHOWN_HOSTS} more" if len(hosts) > _SHOWN_HOSTS else ""
+    return Finding("hosts", OK, f"{len(hosts)} seen within a minute: {shown}{more}")
+
+
+def _unserved(runs: doctor.Unserved) -> Finding:
+    parts = {"release": runs.release_id, "environment": runs.environment}
+    of = " and ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+    which = f"{runs.play} of {of}" if of else runs.play
+    return Finding(
+        "plays",
+        PROBLEM,
+        f"runs of {which} have been due for {runs.late_s:.0f} s and no host takes them",
+        "host that play, of that release and environment" if of else "host that play",
+    )
+
+
+def _ledgers(backlog: status.Backlog) -> Finding:
+    if not backlog.blocked:
+        return Finding("ledgers", OK, f"{backlog.lifecycle} lanes pending, none blocked")
+    return Finding(
+        "ledgers",
+        PROBLEM,
+        f"{backlog.blocked} blocked lanes: their ledgers get nothing more of these runs",
+        "`runlane lanes --blocked` says why",
+    )
+
+
+def _sandboxes(stuck: int) -> Iterator[Finding]:
+    if stuck:
+        yield Finding(
+            "sandboxes",
+            PROBLEM,
+            f"{stuck} could not be deleted, and may still cost something",
+            "`runlane sandboxes` says why, `runlane sandboxes retry` tries again",
         )
-    backlog = await status.backlog(session)
-    if backlog.blocked:
-        found.append(
-            Finding(
-                "ledgers",
-                PROBLEM,
-                f"{backlog.blocked} blocked lanes: their ledgers get nothing more of these runs",
-                "`runlane lanes --blocked` says why",
-            )
+
+
+def _dead_rows(worst: doctor.Bloat | None) -> Iterator[Finding]:
+    if worst is not None and worst.dead > max(_DEAD_ROWS, 2 * worst.live):
+        yield Finding(
+            "dead rows",
+            WARNING,
+            f"{worst.name} has {worst.dead} beside {worst.live} live ones",
+            "autovacuum does not keep up: see snapshots, or lower autovacuum_vacuum_cost_delay",
         )
-    else:
-        found.append(Finding("ledgers", OK, f"{backlog.lifecycle} lanes pending, none blocked"))
-    if stuck := await doctor.read_stuck_sandboxes(session):
-        found.append(
-            Finding(
-                "sandboxes",
-                PROBLEM,
-                f"{stuck} could not be deleted, and may still cost something",
-                "`runlane sandboxes` says why, `runlane sandboxes retry` tries again",
-            )
-        )
-    bloat = await doctor.read_bloat(session)
-    if bloat is not None and bloat.dead > max(_DEAD_ROWS, 2 * bloat.live):
-        found.append(
-            Finding(
-                "dead rows",
-                WARNING,
-                f"{bloat.name} has {bloat.dead} beside {bloat.live} live ones",
-                "autovacuum does not keep up: see snapshots, or lower autovacuum_vacuum_cost_delay",
-            )
-        )
-    return found
