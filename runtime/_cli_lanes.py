@@ -35,8 +35,8 @@ def lanes_verbs(ctx: click.Context, blocked: bool, limit: int, after: str | None
     delivery, or has failed too often; then only `lanes retry`, `skip` or `redeliver` moves it. "reason" says why it is
     blocked, or why its latest delivery failed. "rank" is how urgent the next fact is: 0 is a run's first, 1 an end, 2 a
     wait that people can see, 3 anything else. "facts" are those that the ledger does not have; what is "out" is or was
-    being delivered, and comes again as it was. With --json the answer
-    has "next": the value for --after that gives the following page, or null.
+    being delivered, and comes again as it was. With --json the answer has "next": the value for --after that gives the
+    following page, or null.
 
     \b
     Examples:

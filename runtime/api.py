@@ -165,8 +165,10 @@ class Verbs:
         the full status. ``terminal_receiver`` is who gets the run's end in place of the usual ledger;
         ``array_input_receiver`` who gets it once the run has registered array input. ``terminal_performance`` says that
         whoever gets it takes what it says of how the run went (see ``Performance``): ``basic``, or ``full``, which is
-        with what a runner has used; without it the end says nothing of that. Of runs with one
-        ``concurrency_key`` (default: what the play makes of the input) only so many run at once as the play says.
+        with what a runner has used; without it the end says nothing of that.
+
+        Of runs with one ``concurrency_key`` (default: what the play makes of the input) only so many run at once as
+        the play says.
 
         Raises InputRefused (PayloadRefused, UnknownPlay) naming the field, IdempotencyConflict or DuplicateRun.
         """
@@ -317,9 +319,9 @@ class Verbs:
         """Send an event to a run, durably, for its ``wait_event`` or ``wait_approval`` of that name.
 
         It is kept if it comes before the wait, and refused if it says neither yes nor no where an approval of its name
-        is waited for. ``event_id`` makes the call safe to repeat: an event with the same id,
-        name and payload counts once per run. Raises InputRefused (PayloadRefused) naming the field, RunNotFound, or
-        IdempotencyConflict when the id was used for another event.
+        is waited for. ``event_id`` makes the call safe to repeat: an event with the same id, name and payload counts
+        once per run. Raises InputRefused (PayloadRefused) naming the field, RunNotFound, or IdempotencyConflict when
+        the id was used for another event.
         """
         ids.check_run_id(run_id)
         name = ids.check_event_name(name)
@@ -409,7 +411,7 @@ class Verbs:
         """
         if _words("because", because) is None:
             raise InputRefused("because", "say why: what is skipped never reaches the ledger")
-        return await self._facts_of(journal.skip_lane, run_id, seq, lane, because, by)
+        return await self._on_facts(journal.skip_lane, run_id, seq, lane, because, by)
 
     async def redeliver_lane(
         self,
@@ -428,9 +430,9 @@ class Verbs:
         """
         if _words("because", because) is None:
             raise InputRefused("because", "say why: the ledger gets facts that it had before")
-        return await self._facts_of(journal.redeliver_lane, run_id, seq, lane, because, by)
+        return await self._on_facts(journal.redeliver_lane, run_id, seq, lane, because, by)
 
-    async def _facts_of(
+    async def _on_facts(
         self, verb: Callable[..., Any], run_id: str, seq: int, lane: Lane, because: str, by: str | None
     ) -> range:
         ids.check_run_id(run_id)
@@ -959,9 +961,8 @@ class _Once:
 def check_on_trio(what: str) -> None:
     """Raise a RunlaneError that says what to use instead, where no trio runs."""
     try:
-        on_trio = (
-            sniffio.current_async_library() == "trio"
-        )  # also where asyncio runs on a loop of trio-asyncio
+        # It is trio too where asyncio runs on a loop of trio-asyncio.
+        on_trio = sniffio.current_async_library() == "trio"
     except sniffio.AsyncLibraryNotFoundError:
         on_trio = False
     if not on_trio:

@@ -31,8 +31,8 @@ from sql.settle import Settlement
 
 log = logging.getLogger("runlane.detached")
 
-# What a runner is told through its environment. Of gateways one or more, with spaces between: when the first is away it
-# goes to another.
+# What a runner is told through its environment. Gateways are one or more URLs with spaces between: a runner goes to the
+# next when one is away.
 GATEWAY = "RUNLANE_RUNNER_GATEWAY"
 TOKEN = "RUNLANE_RUNNER_TOKEN"
 PLAYS = "RUNLANE_RUNNER_PLAYS"
@@ -182,22 +182,21 @@ def judge_with(provider: SandboxProvider, heard_s: Callable[[], float]) -> Judge
 
     async def judge(silent: Silent) -> Judgement:
         over = silent.finding == "ceiling"
-        timed_out = _verdict(
-            silent, "ceiling", "SandboxTimedOut", "the run was over its ceiling_s in its sandbox"
-        )
+        why = "the run was over its ceiling_s in its sandbox"
+        timed_out = Judgement(_verdict(silent, "ceiling", "SandboxTimedOut", why))
         if over and silent.over_s >= silent.heartbeat_timeout_s:
-            return Judgement(timed_out)  # that it has ended may be the provider's own doing, for this reason
+            return timed_out  # that it has ended may be the provider's own doing, for this reason
         try:
             inspection = await provider.inspect(
                 SandboxRef(silent.sandbox, silent.provider_id, silent.routing_domain)
             )
         except Exception as exc:  # the provider's own: nothing is known, so only the ceiling counts
             log.warning("event=inspection_failed sandbox=%s error=%r", silent.sandbox, exc)
-            return Judgement(timed_out if over else None)
+            return timed_out if over else Judgement(None)
         found: dict[str, object] = {}
-        if over and inspection.state == "running":
-            return Judgement(timed_out)
         if inspection.state == "running":
+            if over:
+                return timed_out
             patience_s = _FROZEN_AFTER * silent.heartbeat_timeout_s
             if silent.heartbeat_at is None:
                 patience_s = max(patience_s, _STARTED_WITHIN_S)

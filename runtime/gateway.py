@@ -547,15 +547,15 @@ def _with_usage(payload: str, outcome: str, usage: Mapping[str, Any] | None) -> 
     """The payload of an end with what its runner says to have used, for the kernel to judge: numbers, or null."""
     if usage is None or outcome not in ("completed", "failed"):
         return payload
-    measured = {
-        name: usage.get(name)
-        if type(usage.get(name)) in (int, float) and abs(usage[name]) < math.inf
-        else None
-        for name in ("cpu_s", "peak_memory_bytes")
-    }
+    measured = {name: _measure(usage.get(name)) for name in ("cpu_s", "peak_memory_bytes")}
     begun = payload.rstrip()[:-1].rstrip()  # as text: no number of the output may change
     comma = "" if begun.endswith("{") else ","
     return f'{begun}{comma}"usage":{json.dumps(measured)}}}'
+
+
+def _measure(value: Any) -> float | None:
+    """The value, if JSON has such a number."""
+    return value if type(value) in (int, float) and abs(value) < math.inf else None
 
 
 def _check_waits(waits: Any) -> None:

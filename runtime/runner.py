@@ -456,9 +456,9 @@ def _play(home: str, name: str) -> Play:
     else:
         found = vars(importlib.import_module(home))
     play = find_play(found, name)
-    if play is not None:
-        return play
-    raise ConfigError(f"{home} has no play named {name!r} at its top level")
+    if play is None:
+        raise ConfigError(f"{home} has no play named {name!r} at its top level")
+    return play
 
 
 def main() -> None:
