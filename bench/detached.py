@@ -132,7 +132,8 @@ async def _runners(place: Place, count: int, load_per_s: float) -> AsyncIterator
             client = httpx.AsyncClient(
                 base_url=told["url"],
                 headers={"authorization": f"Bearer {told['token']}", "content-type": "application/json"},
-                transport=httpx.AsyncHTTPTransport(verify=False),
+                # One that is idle is dropped well before the server drops it.
+                transport=httpx.AsyncHTTPTransport(verify=False, limits=httpx.Limits(keepalive_expiry=2.0)),
                 timeout=30.0,
             )
             runner = _Runner(told["run_id"], await stack.enter_async_context(client))
