@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import os
-import secrets
 import signal
-import socket
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import attrs
 import pytest
 
-from runtime import InvalidPlay, RuntimeConfig, _client, logs
+from runtime import RuntimeConfig, _client, logs
 from runtime._cli_base import exit_code_of
-from runtime.cli import cli
 from runtime.embedded import EmbeddedMissing
-from runtime.serve import load_plays, load_sandboxes, load_schedules
 from sql import errors
 from sql.connection import Session
-from sql.errors import ConfigError, LinkLost
+from sql.errors import LinkLost
 from tests.support import hosting
+from tests.support.commands import Answer, Command, closed_port, until_running
 from tests.support.servers import ask, temporary_folder
 
 VERBS = (
@@ -56,69 +47,6 @@ VERBS = (
     "doctor",
 )
 NO_RUN = "01234567-89ab-7cde-8f01-23456789abcd"
-
-
-@attrs.frozen
-class Answer:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    def refused(self, code: int, *words: str) -> None:
-        """It ended with this code and one line that has these words."""
-        assert self.code == code, self
-        assert self.out == ""
-        lines = self.err.splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("Error: ")
-        for word in words:
-            assert word in lines[0]
-
-
-Command = Callable[..., Answer]
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command line in this process, with no RUNLANE_* variable set."""
-    for name in list(os.environ):
-        if name.startswith("RUNLANE_"):
-            monkeypatch.delenv(name)
-
-    def command(*arguments: str, stdin: bytes = b"") -> Answer:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main(args=list(arguments), prog_name="runlane")
-        said = capsys.readouterr()
-        code = ended.value.code
-        return Answer(code if isinstance(code, int) else 0, said.out, said.err)
-
-    return command
-
-
-@pytest.fixture
-def runlane(bare: Command, monkeypatch: pytest.MonkeyPatch, dsn: str, schema: str, notify: bool) -> Command:
-    """The same with the database and schema of the test, which is there, and the play ``echo`` in it."""
-    monkeypatch.setenv("RUNLANE_DSN", dsn)
-    monkeypatch.setenv("RUNLANE_SCHEMA", schema)
-    monkeypatch.setenv("RUNLANE_NOTIFY", str(notify))
-    assert bare("migrate").code == 0
-    ask(dsn, f"INSERT INTO {schema}.plays VALUES (now(), 5, 'echo')")
-    return bare
-
-
-@pytest.fixture
-def served(runlane: Command, dsn: str, schema: str, notify: bool) -> Iterator[Command]:
-    """The same with a host that serves the test plays."""
-    with hosting.serving("--plays", hosting.PLAYS, dsn=dsn, schema=schema, notify=str(notify)):
-        yield runlane
 
 
 # --- help --------------------------------------------------------------------------------------------
@@ -214,13 +142,13 @@ def test_a_password_that_breaks_the_dsn_is_not_taken_for_a_port(bare: Command) -
 
 
 def test_a_dsn_with_a_password_is_not_shown(bare: Command) -> None:
-    said = bare("runs", "--dsn", f"postgresql://me:hunter2@127.0.0.1:{_closed_port()}/db")
+    said = bare("runs", "--dsn", f"postgresql://me:hunter2@127.0.0.1:{closed_port()}/db")
     said.refused(6, "127.0.0.1")
     assert "hunter2" not in said.err
 
 
 def test_an_unreachable_server_is_one_line(bare: Command) -> None:
-    port = _closed_port()
+    port = closed_port()
     words = f"cannot connect to 127.0.0.1:{port}: connection refused"
     for arguments in (
         ["runs"],
@@ -256,7 +184,7 @@ def test_missing_rights_say_what_to_grant(bare: Command, dsn: str, schema: str) 
 
 
 def test_options_before_the_verb_count_and_those_after_it_win(bare: Command, dsn: str, schema: str) -> None:
-    nowhere = f"postgresql://127.0.0.1:{_closed_port()}/db"
+    nowhere = f"postgresql://127.0.0.1:{closed_port()}/db"
     said = bare("--dsn", nowhere, "--schema", schema, "--json", "migrate", "--dsn", dsn)
     assert said.code == 0
     assert said.json == {"schema": schema, "ready": True, "changed": True}
@@ -290,12 +218,6 @@ def test_a_connection_that_breaks_twice_is_an_error(dsn: str) -> None:
 
     with pytest.raises(LinkLost):
         _client.ask(RuntimeConfig(dsn=dsn), body)
-
-
-def _closed_port() -> int:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        return int(closed.getsockname()[1])
 
 
 def _as_role(dsn: str, role: str) -> str:
@@ -441,14 +363,14 @@ def test_an_interrupted_wait_says_that_the_run_goes_on(served: Command, dsn: str
     with waiting:
         assert waiting.stderr is not None
         assert waiting.stderr.readline() == "run w\n"
-        _until_running(served, "w")
+        until_running(served, "w")
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(hosting.PATIENCE_S) == 130
         assert waiting.stderr.read() == "Error: interrupted; run w goes on\n"
     assert served("status", "w", "--json", "--facts", "0").json["status"] == "running"
 
 
-# --- status, cancel, runs ----------------------------------------------------------------------------
+# --- what becomes of runs -----------------------------------------------------------------------------
 
 
 def test_status_of_a_missing_run(runlane: Command) -> None:
@@ -467,38 +389,6 @@ def test_status_shows_the_run_its_attempts_and_its_newest_facts(served: Command)
     people = served("status", run_id).out
     for word in (run_id, "failed", "ValueError: no good: x", "run.created", "facts delivered"):
         assert word in people
-
-
-def test_limits(runlane: Command) -> None:
-    assert runlane("limits").err == "no limits\n"
-    assert runlane("set-limit", "org", "acme", "3").out == "org acme: at most 3 at once\n"
-    assert runlane("set-limit", "org", "acme", "3").out == "org acme: at most 3 at once, as before\n"
-    assert runlane("set-limit", "org", "b", "0", "--json").json == {
-        "kind": "org", "name": "b", "max_running": 0, "changed": True,
-    }  # fmt: skip
-    assert runlane("limits", "--json").json == {
-        "limits": [
-            {"kind": "org", "name": "acme", "max_running": 3, "running": 0},
-            {"kind": "org", "name": "b", "max_running": 0, "running": 0},
-        ]
-    }
-    lines = runlane("limits").out.splitlines()
-    assert [line.split() for line in lines[1:]] == [["org", "acme", "3", "0"], ["org", "b", "0", "0"]]
-    assert runlane("set-limit", "org", "acme", "none").out == "org acme: no limit\n"
-    assert [one["name"] for one in runlane("limits", "--json").json["limits"]] == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["a", "many"], "max_running"),
-        (["a", "1000001"], "max_running"),
-        (["a", "-1"], "not '-1'"),
-        (["a" * 256, "1"], "org_id"),
-    ],
-)
-def test_limits_refused(runlane: Command, arguments: list[str], word: str) -> None:
-    runlane("set-limit", "org", *arguments).refused(2, word)
 
 
 def test_submit_with_a_concurrency_key(runlane: Command, served: Command) -> None:
@@ -740,7 +630,54 @@ def _until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
         time.sleep(0.1)
 
 
-# --- serve -------------------------------------------------------------------------------------------
+# --- what holds runs back ----------------------------------------------------------------------------
+
+
+def test_limits(runlane: Command) -> None:
+    assert runlane("limits").err == "no limits\n"
+    assert runlane("set-limit", "org", "acme", "3").out == "org acme: at most 3 at once\n"
+    assert runlane("set-limit", "org", "acme", "3").out == "org acme: at most 3 at once, as before\n"
+    assert runlane("set-limit", "org", "b", "0", "--json").json == {
+        "kind": "org", "name": "b", "max_running": 0, "changed": True,
+    }  # fmt: skip
+    assert runlane("limits", "--json").json == {
+        "limits": [
+            {"kind": "org", "name": "acme", "max_running": 3, "running": 0},
+            {"kind": "org", "name": "b", "max_running": 0, "running": 0},
+        ]
+    }
+    lines = runlane("limits").out.splitlines()
+    assert [line.split() for line in lines[1:]] == [["org", "acme", "3", "0"], ["org", "b", "0", "0"]]
+    assert runlane("set-limit", "org", "acme", "none").out == "org acme: no limit\n"
+    assert [one["name"] for one in runlane("limits", "--json").json["limits"]] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["a", "many"], "max_running"),
+        (["a", "1000001"], "max_running"),
+        (["a", "-1"], "not '-1'"),
+        (["a" * 256, "1"], "org_id"),
+    ],
+)
+def test_limits_refused(runlane: Command, arguments: list[str], word: str) -> None:
+    runlane("set-limit", "org", *arguments).refused(2, word)
+
+
+def test_rates_are_set_and_listed(runlane: Command) -> None:
+    assert "no rate scopes" in runlane("rates").err
+    assert "rate scope api set" in runlane("set-rate", "api", "--per-s", "5", "--burst", "10").out
+    assert runlane("set-rate", "api", "--per-s", "5", "--burst", "10", "--json").json["changed"] is False
+    runlane("set-rate", "browser", "--max-in-flight", "3")
+    api, browser = runlane("rates", "--json").json["rates"]
+    assert (api["name"], api["per_s"], api["burst"], api["state"]) == ("api", 5.0, 10.0, "open")
+    assert (browser["name"], browser["per_s"], browser["max_in_flight"]) == ("browser", None, 3)
+    assert "0 of 3" in runlane("rates").out
+    runlane("set-rate", "api", "--per-s", "-5").refused(2, "per_s", "from 0.00001")
+    runlane("set-rate", "a b", "--per-s", "5").refused(2, "name")
+    nothing = runlane("set-rate", "api")
+    assert (nothing.code, "--per-s or --max-in-flight" in nothing.err) == (2, True)
 
 
 def test_circuits_are_listed_and_closed(runlane: Command, dsn: str, schema: str) -> None:
@@ -758,6 +695,9 @@ def test_circuits_are_listed_and_closed(runlane: Command, dsn: str, schema: str)
     (crm,) = runlane("circuits", "--close", "crm", "--json").json["circuits"]
     assert crm["state"] == "closed"
     runlane("circuits", "--close", "a b").refused(2, "name")
+
+
+# --- sandboxes ---------------------------------------------------------------------------------------
 
 
 def test_sandboxes_are_listed_and_tried_again(runlane: Command, dsn: str, schema: str) -> None:
@@ -829,241 +769,6 @@ def test_compute_is_listed_in_pages_of_lines(runlane: Command, dsn: str, schema:
     assert rest["record_id"] == "run-3:runner:1"
     assert "acme" in runlane("compute").out
     runlane("compute", "--after", "yesterday").refused(2, "--after")
-
-
-def test_rates_are_set_and_listed(runlane: Command) -> None:
-    assert "no rate scopes" in runlane("rates").err
-    assert "rate scope api set" in runlane("set-rate", "api", "--per-s", "5", "--burst", "10").out
-    assert runlane("set-rate", "api", "--per-s", "5", "--burst", "10", "--json").json["changed"] is False
-    runlane("set-rate", "browser", "--max-in-flight", "3")
-    api, browser = runlane("rates", "--json").json["rates"]
-    assert (api["name"], api["per_s"], api["burst"], api["state"]) == ("api", 5.0, 10.0, "open")
-    assert (browser["name"], browser["per_s"], browser["max_in_flight"]) == ("browser", None, 3)
-    assert "0 of 3" in runlane("rates").out
-    runlane("set-rate", "api", "--per-s", "-5").refused(2, "per_s", "from 0.00001")
-    runlane("set-rate", "a b", "--per-s", "5").refused(2, "name")
-    nothing = runlane("set-rate", "api")
-    assert (nothing.code, "--per-s or --max-in-flight" in nothing.err) == (2, True)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serve_stops_on_a_signal_and_hands_its_leases_back(
-    runlane: Command, dsn: str, schema: str, number: signal.Signals
-) -> None:
-    with hosting.serving("--plays", hosting.PLAYS, dsn=dsn, schema=schema, grace_s="0") as (process, _):
-        runlane("submit", "waits", "--run-id", "w")
-        _until_running(runlane, "w")
-        process.send_signal(number)
-        out, err = process.communicate(timeout=hosting.PATIENCE_S)
-    assert process.returncode == 0
-    assert out == ""
-    assert all(line.startswith("time=") for line in err.splitlines()), err
-    assert "event=stopping running=1 grace_s=0\n" in err
-    shown = runlane("status", "w", "--json").json
-    assert (shown["status"], shown["failures"], shown["crashes"]) == ("queued", 0, 0)
-    assert [one["outcome"] for one in shown["attempts"]] == ["released"]
-
-
-def test_a_second_signal_skips_the_grace_period(runlane: Command, dsn: str, schema: str) -> None:
-    variables = {"grace_s": "600", "shutdown_budget_s": "700"}
-    with hosting.serving("--plays", hosting.PLAYS, dsn=dsn, schema=schema, **variables) as (process, _):
-        runlane("submit", "waits", "--run-id", "w")
-        _until_running(runlane, "w")
-        process.terminate()
-        _read_until(process.stderr, "event=stopping")
-        process.terminate()
-        process.communicate(timeout=hosting.PATIENCE_S)
-    assert process.returncode == 0
-    assert runlane("status", "w", "--json").json["attempts"][0]["outcome"] == "released"
-
-
-def test_serve_stops_at_the_end_of_stdin_when_asked_to(dsn: str, schema: str) -> None:
-    arguments = ["--plays", hosting.PLAYS, "--stop-with-stdin"]
-    with hosting.serving(*arguments, dsn=dsn, schema=schema) as (process, _):
-        process.communicate(timeout=hosting.PATIENCE_S)
-    assert process.returncode == 0
-
-
-def test_serve_says_where_its_health_is(dsn: str, schema: str) -> None:
-    arguments = ["--plays", f"{hosting.PLAYS}:quick", "--health-port", "0", "--slots", "3"]
-    with hosting.serving(*arguments, dsn=dsn, schema=schema) as (process, ready):
-        assert ready["plays"] == "echo,fails"
-        assert (ready["schema"], ready["pid"]) == (schema, process.pid)
-        with urllib.request.urlopen(f"{ready['health']}/readyz", timeout=10) as answer:
-            state = json.load(answer)
-        assert state["ready"] is True
-        process.terminate()
-        _, err = process.communicate(timeout=hosting.PATIENCE_S)
-    assert " slots=3" in err
-
-
-def test_serve_refuses_what_cannot_work(bare: Command, dsn: str, schema: str) -> None:
-    where = ["--dsn", dsn, "--schema", schema]
-    bare("serve", "--plays", "no_such_module", *where).refused(2, "no_such_module")
-    bare("serve", "--plays", hosting.PLAYS, "--slots", "0", *where).refused(2, "slots")
-    # With the providers that it wants, what is missing is the server for their runners.
-    boxed = ["--plays", "tests.support.sandboxed:pretended"]
-    bare("serve", *boxed, *where).refused(2, "sandboxes=")
-    given = ["--sandboxes", "tests.support.sandboxed:providers"]
-    bare("serve", *boxed, *given, *where).refused(2, "health_port")
-    nowhere = f"postgresql://127.0.0.1:{_closed_port()}/db"
-    process = hosting.spawn("serve", "--plays", hosting.PLAYS, dsn=nowhere, schema=schema)
-    _, err = process.communicate(timeout=hosting.PATIENCE_S)
-    assert process.returncode == 6
-    assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("Error: ")
-
-
-def test_a_taken_health_port_is_one_line(dsn: str, schema: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        process = hosting.spawn(
-            "serve", "--plays", hosting.PLAYS, "--health-port", port, dsn=dsn, schema=schema
-        )
-        _, err = process.communicate(timeout=hosting.PATIENCE_S)
-    assert process.returncode == 2
-    assert port in err.splitlines()[-1]
-    assert "Traceback" not in err
-
-
-def _until_running(runlane: Command, run_id: str) -> None:
-    """Wait until a run executes; the commands themselves are the pause between two looks."""
-    while runlane("status", run_id, "--json", "--facts", "0").json["status"] != "running":
-        pass
-
-
-def _read_until(stream: Any, word: str) -> None:
-    for line in stream:
-        if word in line:
-            return
-    raise AssertionError(f"{word!r} was never said")
-
-
-def test_a_signal_while_a_host_starts_its_server_leaves_nothing_behind() -> None:
-    with temporary_folder() as folder:
-        process = hosting.spawn("serve", "--plays", hosting.PLAYS, embedded_dir=str(folder))
-        while not (folder / "lock").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.terminate()
-        _, err = process.communicate(timeout=hosting.PATIENCE_S)
-        assert process.returncode == 0, err
-        assert not (folder / "pgdata/postmaster.pid").exists()
-
-
-# --- finding plays -----------------------------------------------------------------------------------
-
-
-def test_plays_of_a_module_a_list_and_one_by_one() -> None:
-    names = [play.name for play in load_plays([hosting.PLAYS])]
-    assert names == ["echo", "fails", "waits", "stubborn", "stepping"]
-    assert [play.name for play in load_plays([f"{hosting.PLAYS}:quick"])] == ["echo", "fails"]
-    twice = load_plays([f"{hosting.PLAYS}:fails", f"{hosting.PLAYS}:quick"])
-    assert [play.name for play in twice] == ["fails", "echo"]
-    assert len(load_plays(["tests.support:plays"])) == 5
-
-
-def test_plays_and_schedules_in_lists_of_a_module_are_found(broken: Callable[[str], str]) -> None:
-    name = broken(
-        "from runtime import Schedule, play\n"
-        "def f(ctx): ...\n"
-        "plays = [play('listed')(f)]\n"
-        "once = Schedule('once', 'listed', every_s=60)\n"
-        "schedules = (once, Schedule('twice', 'listed', every_s=30))\n"
-        "others = ['listed', 1]\n"
-    )
-    assert [play.name for play in load_plays([name])] == ["listed"]
-    assert [schedule.name for schedule in load_schedules([name])] == ["once", "twice"]
-    with pytest.raises(ConfigError, match="no play in it, so nothing to host"):
-        load_plays([f"{name}:schedules"])
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        ("nothing.here", "no module 'nothing'"),
-        ("tests.support.nothing", "no module 'tests.support.nothing'"),
-        (f"{hosting.PLAYS}:nothing", "has no 'nothing'"),
-        (f"{hosting.PLAYS}:", "module:attr"),
-        ("", "module:attr"),
-        (".relative", "module:attr"),
-        ("tests/support/servers.py", "without .py: tests.support.servers"),
-        ("script.py:plays", "without .py: script:plays"),
-        ("tests.support.servers", "no play"),
-    ],
-)
-def test_a_bad_target_is_named(target: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_plays([target])
-
-
-def test_providers_of_sandboxes_are_found_like_plays() -> None:
-    assert [*load_sandboxes("tests.support.sandboxed:providers")] == ["pretended"]
-    for target, words in {
-        "tests.support.nothing:providers": "no module 'tests.support.nothing'",
-        "tests.support.sandboxed": "no dict of providers",
-        f"{hosting.PLAYS}:quick": "no dict of providers",
-        f"{hosting.PLAYS}:nothing": "has no 'nothing'",
-    }.items():
-        with pytest.raises(ConfigError, match=f"--sandboxes .*{words}"):
-            load_sandboxes(target)
-
-
-def test_what_is_no_play_is_refused() -> None:
-    with pytest.raises(InvalidPlay, match="int is not a play"):
-        load_plays([f"{hosting.PLAYS}:number"])
-
-
-def test_a_module_that_imports_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_broken_plays.py").write_text("import no_such_dependency\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
-    with pytest.raises(ConfigError, match="my_broken_plays imports 'no_such_dependency'"):
-        load_plays(["my_broken_plays"])
-
-
-@pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Writes a module of plays into the current directory, and gives its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
-
-    def write(text: str) -> str:
-        name = f"broken_plays_{secrets.token_hex(4)}"
-        (tmp_path / f"{name}.py").write_text(text)
-        return name
-
-    return write
-
-
-def test_a_module_that_does_not_compile_is_one_line(bare: Command, broken: Callable[[str], str]) -> None:
-    name = broken("def f(:\n")
-    words = f"--plays '{name}': importing it failed: SyntaxError: invalid syntax ({name}.py, line 1)"
-    bare("serve", "--plays", name).refused(2, words)
-
-
-def test_an_error_while_a_module_is_imported_shows_the_users_frames_alone(
-    bare: Command, broken: Callable[[str], str], tmp_path: Path
-) -> None:
-    inner = broken("def f():\n    return 1 / 0\n\nf()\n")
-    outer = broken(f"import {inner}\n")
-    said = bare("serve", "--plays", outer)
-    assert (said.code, said.out) == (2, "")
-    first, *frames = said.err.splitlines()
-    where = f"({tmp_path / inner}.py, line 2)"
-    assert (
-        first == f"Error: --plays '{outer}': importing it failed: ZeroDivisionError: division by zero {where}"
-    )
-    files = [line.split('"')[1] for line in frames if line.startswith("  File ")]
-    assert files == [str(tmp_path / f"{name}.py") for name in (outer, inner, inner)]
-
-
-def test_an_invalid_play_in_a_module_keeps_its_own_error(broken: Callable[[str], str]) -> None:
-    name = broken("from runtime import play\n\n@play('no good')\ndef f(ctx): ...\n")
-    with pytest.raises(InvalidPlay, match="no good"):
-        load_plays([name])
 
 
 # --- the log format ----------------------------------------------------------------------------------
