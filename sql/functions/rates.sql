@@ -190,7 +190,8 @@ $$;
 --
 --   done      it went well and is over; of a probe: the scope opens
 --   failed    it is over, and says nothing of the rate; of a probe: somebody else has to try
---   unused    it was given up without being used; what it had charged comes back if nobody reserved after it
+--   unused    it was given up without being used; what it had reserved comes back if nobody reserved after it, and what
+--             it had charged as far as it would still be missing
 --   refused   the provider refused for p_retry_after_s seconds: the scope is paused; the hold stays
 --
 -- answer: done | busy (the scope's row is locked: ask again). waiting: others wait for what this may have set free.
@@ -206,6 +207,8 @@ DECLARE
     v_hold    record;
     v_now     timestamptz;
     v_until   timestamptz;
+    v_cost    interval;
+    v_over    interval;
     v_results text[];
     v_seen    text[] := '{}';
     v_opened  text[] := '{}';
@@ -237,7 +240,11 @@ BEGIN
         LOOP
             IF v_hold.started_at IS NOT NULL THEN
                 v_scope.used := v_scope.used - v_hold.cost;
-                v_scope.started_to := v_scope.started_to - make_interval(secs => v_hold.cost * coalesce(1.0 / v_scope.per_s, 0.0));
+                -- Only what time has not given back: who started since then may not have needed it.
+                v_cost := make_interval(secs => v_hold.cost * coalesce(1.0 / v_scope.per_s, 0.0));
+                v_over := make_interval(secs => greatest(v_hold.cost - v_scope.burst, 0.0) * coalesce(1.0 / v_scope.per_s, 0.0));
+                v_scope.started_to := v_scope.started_to - least(v_cost, greatest(
+                    '0', v_hold.started_at - v_over + v_cost - coalesce(v_scope.paused_at, v_now)));
             END IF;
             IF v_hold.spent_to >= v_scope.spent_to - interval '10 microseconds' THEN  -- but for rounding, the last
                 v_scope.spent_to := v_scope.spent_to - make_interval(secs => v_hold.cost * coalesce(1.0 / v_scope.per_s, 0.0));

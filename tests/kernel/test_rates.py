@@ -143,6 +143,20 @@ async def test_a_slot_given_up_comes_back_if_it_was_the_last(dsn: str, schema: s
         assert waits(await scope.ask(scope.slot())) == [0.0]
 
 
+async def test_a_late_start_given_up_lets_nobody_start_who_would_not_have(dsn: str, schema: str) -> None:
+    async with open_scope(dsn, schema, per_s=1.0) as scope:
+        slots = [scope.slot() for _ in range(4)]
+        await scope.ask(*slots)
+        await scope.kernel.advance(10.0)
+        assert waits(await scope.ask(slots[1])) == [0.0]
+        await scope.kernel.advance(5.0)
+        assert waits(await scope.ask(slots[2])) == [0.0]
+        await scope.tell("unused", slots[1])  # time has given back long since what it had charged
+        assert waits(await scope.ask(slots[3])) == [1.0]
+        await scope.tell("unused", slots[2])
+        assert waits(await scope.ask(slots[3])) == [0.0]
+
+
 async def test_only_so_many_are_in_flight_and_the_first_in_line_is_next(dsn: str, schema: str) -> None:
     async with open_scope(dsn, schema, max_in_flight=2) as scope:
         slots = [scope.slot() for _ in range(5)]
