@@ -263,6 +263,7 @@ DECLARE
     v_orgs   text[] := array_fill(NULL::text, ARRAY[cardinality(p_turns)]);
     v_wants  integer[] := p_wants;
     v_held   boolean[];
+    v_cut    boolean;
     v_picked record;
 BEGIN
     IF v_limits IS NOT NULL OR num_nonnulls(VARIADIC p_group_keys) > 0 THEN
@@ -293,6 +294,10 @@ BEGIN
                         SELECT u.org, org_room(u.org, 1000000) AS room
                           FROM unnest(v_limits) AS u (org) WHERE u.org = k.org) o ON true) i;
         p_again := p_again OR false = ANY (v_held);
+        IF (SELECT count(k) > count(DISTINCT k) FROM unnest(v_keys) AS k) THEN
+            SELECT * INTO v_wants, v_cut FROM share_keys(p_play, p_group_keys, p_wants, v_held, v_orgs, v_keys, p_orgs, p_keys);
+            p_again := p_again OR v_cut;
+        END IF;
     END IF;
 
     SELECT array_agg(t.run_id) AS ids, array_agg(t.due_at) AS dues, array_agg(g.org) AS orgs, array_agg(g.key) AS keys,
@@ -341,6 +346,43 @@ BEGIN
         IF v_wants[i] < p_wants[i] THEN
             p_gots[i] := NULL;
         END IF;
+    END LOOP;
+END
+$$;
+
+-- How many each group may give where several have the same key, because it is of more than one organisation: one after
+-- the other, for what one of them takes is not there for the next. cut: somebody got less because of another of these;
+-- its turn may have other work.
+CREATE OR REPLACE FUNCTION @schema@.share_keys(
+    p_play text, p_bare text[], p_wants integer[], p_held boolean[], p_group_orgs text[], p_group_keys text[], p_orgs text[],
+    p_keys text[], OUT wants integer[], OUT cut boolean
+)
+LANGUAGE plpgsql STABLE
+AS $$
+DECLARE
+    v_want  integer;
+    v_taken integer;
+    v_room  integer;
+BEGIN
+    wants := array_fill(0, ARRAY[cardinality(p_wants)]);
+    cut := false;
+    FOR i IN 1 .. cardinality(p_wants) LOOP
+        CONTINUE WHEN NOT p_held[i];
+        v_want := p_wants[i];
+        IF p_group_keys[i] IS NOT NULL THEN
+            v_taken := coalesce((SELECT sum(w.want) FROM unnest(wants, p_group_keys) AS w (want, key)
+                                  WHERE w.key = p_group_keys[i]), 0);
+            v_room := key_room(p_play, p_bare[i], 1000000) - cardinality(array_positions(p_keys, p_group_keys[i]));
+            cut := cut OR (v_taken > 0 AND v_room - v_taken < v_want);
+            v_want := greatest(0, least(v_want, v_room - v_taken));
+        END IF;
+        IF p_group_orgs[i] IS NOT NULL THEN
+            v_taken := coalesce((SELECT sum(w.want) FROM unnest(wants, p_group_orgs) AS w (want, org)
+                                  WHERE w.org = p_group_orgs[i]), 0);
+            v_room := org_room(p_group_orgs[i], 1000000) - cardinality(array_positions(p_orgs, p_group_orgs[i]));
+            v_want := greatest(0, least(v_want, v_room - v_taken));
+        END IF;
+        wants[i] := v_want;
     END LOOP;
 END
 $$;
@@ -410,6 +452,9 @@ DECLARE
     v_plain   integer;
     v_want    integer;
     v_room    integer;
+    v_others  integer;
+    v_cut     boolean := false;  -- somebody was left out because of another in the same pass,
+    v_short   boolean := false;  -- or has keys that were not visited, because those that were had less than was asked of them
     v_first   bigint;
     v_sub     bigint;
     v_wrapped boolean;
@@ -420,6 +465,7 @@ DECLARE
     s_orgs    text[];
     s_keyed   boolean[];
     s_wants   integer[];
+    s_spread  boolean[];  -- the share went to the first keys that were visited
     s_gots    integer[];
     m_turns   bigint[] := '{}';  -- who used up a share
     m_orgs    text[] := '{}';
@@ -444,6 +490,10 @@ BEGIN
                      ORDER BY r.due_at LIMIT p_most + 1) d
              GROUP BY d.turn, d.subturn) g;
     IF v_total IS NULL THEN
+        IF p_plain_at IS NOT NULL THEN  -- the first round has taken all others
+            SELECT * INTO p_ids, p_dues, p_orgs, p_keys, p_parked
+              FROM take_plain(p_bucket, p_most, p_from, p_now, p_ids, p_dues, p_orgs, p_keys, p_parked);
+        END IF;
         p_pos := NULL;
         p_stop := NULL;
         RETURN;
@@ -532,6 +582,7 @@ BEGIN
         CONTINUE WHEN v_count = 0;
         v_plain := NULL;
         s_wants := '{}';
+        s_spread := array_fill(false, ARRAY[v_count]);
         g_turns := '{}';
         g_subs := '{}';
         g_orgs := '{}';
@@ -572,8 +623,12 @@ BEGIN
                     CONTINUE WHEN v_head.due_at > p_now;
                     v_room := v_want;
                     IF v_head.concurrency_key IS NOT NULL THEN
-                        v_room := cardinality(array_positions(p_keys, p_play || E'\x1f' || v_head.concurrency_key));
+                        -- Another organisation's turn may have the same key in this pass.
+                        v_others := coalesce((SELECT sum(g.want) FROM unnest(g_keys, g_wants) AS g (key, want)
+                                               WHERE g.key = v_head.concurrency_key), 0);
+                        v_room := cardinality(array_positions(p_keys, p_play || E'\x1f' || v_head.concurrency_key)) + v_others;
                         v_room := key_room(p_play, v_head.concurrency_key, v_want + v_room) - v_room;
+                        v_cut := v_cut OR (v_others > 0 AND v_room < v_want);
                         CONTINUE WHEN v_room <= 0;
                     END IF;
                     g_turns := g_turns || s_turns[i];
@@ -584,6 +639,7 @@ BEGIN
                     g_sharers := g_sharers || i;
                     v_want := v_want - v_room;
                 END LOOP;
+                s_spread[i] := v_want = 0;
             END IF;
         END LOOP;
 
@@ -607,11 +663,13 @@ BEGIN
                 m_turns := m_turns || s_turns[i];
                 m_orgs := m_orgs || s_orgs[i];
                 m_keyed := m_keyed || s_keyed[i];
+            ELSIF s_spread[i] AND s_gots[i] < s_wants[i] THEN
+                v_short := true;
             END IF;
         END LOOP;
     END LOOP;
 
-    p_again := p_again OR (v_left > 0 AND (NOT v_through OR cardinality(m_turns) > 0));
+    p_again := p_again OR (v_left > 0 AND (NOT v_through OR v_cut OR v_short OR cardinality(m_turns) > 0));
     IF v_left > 0 AND v_through THEN
         p_pos := NULL;
         p_stop := NULL;

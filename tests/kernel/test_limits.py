@@ -64,6 +64,39 @@ async def test_a_play_has_at_most_so_many_attempts(dsn: str, schema: str) -> Non
         await check_invariants(kernel.session)
 
 
+@pytest.mark.parametrize("limit", [100, 4])
+async def test_a_key_of_several_organisations_is_one_key(dsn: str, schema: str, limit: int) -> None:
+    """Also within one claim, and whatever room the organisations have."""
+    async with open_kernel(dsn, schema) as kernel:
+        await limits.set_limit(kernel.session, "org", "full", 0)
+        await limit_play(kernel, None, 2)
+        for org in ("full", "a", "b", "c"):
+            await submit_many(kernel, 2, org_id=org, extras=keyed("k"))
+        taken: list[claim.Claimed] = []
+        for _ in range(3):
+            taken += await kernel.claim(limit)
+            assert await running(kernel) == 2
+        await submit_many(kernel, 1, org_id="b", extras=keyed("other"))
+        assert [item.org_id for item in await kernel.claim(limit)] == ["b"]
+        for item in taken:
+            await kernel.complete(item)
+        assert len(await kernel.claim(limit)) == 2
+        await check_invariants(kernel.session)
+
+
+async def test_a_claim_that_leaves_a_key_behind_says_that_there_is_more(dsn: str, schema: str) -> None:
+    """Whichever key it comes to first: nobody else would look at the other one before an attempt ends."""
+    async with open_kernel(dsn, schema) as kernel:
+        await limits.set_limit(kernel.session, "org", "full", 0)
+        await submit_many(kernel, 3, org_id="full")
+        await submit_many(kernel, 1, org_id="a")
+        await submit_many(kernel, 1, org_id="a", extras=keyed("k"))
+        answer = await kernel.claim_answer(3)
+        left = 2 - len(answer.items)
+        assert left == 0 or answer.next_due_s == pytest.approx(0.0, abs=0.001)
+        assert len((await kernel.claim_answer(3)).items) == left
+
+
 async def test_an_organisation_has_at_most_so_many_attempts(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         assert await limits.set_limit(kernel.session, "org", "a", 2)

@@ -61,6 +61,16 @@ async def test_what_one_leaves_of_its_share_goes_to_those_who_have_more(dsn: str
         assert answer.next_due_s == pytest.approx(0.0, abs=0.001)
 
 
+async def test_what_another_queue_leaves_goes_to_those_without_organisation_too(
+    dsn: str, schema: str
+) -> None:
+    async with open_kernel(dsn, schema) as kernel:
+        await queue(kernel, 2, None)
+        await queue(kernel, 1, "a")
+        await queue(kernel, 1, None, "beta")
+        assert by_org(await kernel.claim(4)) == {None: 3, "a": 1}
+
+
 async def test_small_claims_come_round_to_everybody(dsn: str, schema: str) -> None:
     async with open_kernel(dsn, schema) as kernel:
         orgs = [f"org-{number}" for number in range(7)]
