@@ -165,10 +165,13 @@ BEGIN
            i.overdue
       FROM unnest(p_run_ids, p_attempts, p_tokens, p_outcomes, p_payloads, p_delays, p_waits, p_outages_s, p_overdue)
            AS i (run_id, attempt, token, outcome, payload, delay_s, waits, outage_s, overdue)
-     WHERE EXISTS (SELECT 1 FROM runs r WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.attempt = i.attempt
-                      AND r.lease_token = i.token AND r.lease_owner = 0)
-        OR EXISTS (SELECT 1 FROM attempts a WHERE a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt
-                      AND a.token = i.token AND a.owner = 0)
+     WHERE (EXISTS (SELECT 1 FROM runs r WHERE r.run_id = ANY (ARRAY[i.run_id]) AND r.attempt = i.attempt
+                       AND r.lease_token = i.token AND r.lease_owner = 0)
+            OR EXISTS (SELECT 1 FROM attempts a WHERE a.run_id = ANY (ARRAY[i.run_id]) AND a.attempt = i.attempt
+                          AND a.token = i.token AND a.owner = 0))
+       -- What is kept is not inserted: that would wait for whoever settles it.
+       AND NOT EXISTS (SELECT 1 FROM runner_results q
+                        WHERE q.run_id = ANY (ARRAY[i.run_id]) AND q.attempt = i.attempt OFFSET 0)
      ORDER BY i.run_id
     ON CONFLICT DO NOTHING;
 

@@ -10,7 +10,7 @@
 -- locked, so that no run ends, and has its bill made, beside a reservation.
 --
 -- Limits are rows of limits: kind 'sandbox' by provider ('' for all together), 'sandbox_org' by organisation.
--- answer: reserved (also when asked again) | full | busy | lost (the attempt is not live).
+-- answer: reserved (also when asked again) | full | busy | lost (the attempt is not live, or nobody wants that sandbox).
 CREATE OR REPLACE FUNCTION @schema@.reserve_sandboxes(
     p_run_ids text[], p_attempts integer[], p_tokens bigint[], p_sandboxes text[], p_providers text[],
     p_due_s double precision
@@ -38,15 +38,16 @@ BEGIN
 
     FOR v_item IN
         SELECT i.ord::integer AS ord, i.run_id, i.attempt, i.sandbox, i.provider, r.org_id, r.environment,
-               r.run_id IS NOT NULL AS live, s.sandbox IS NOT NULL AS known
+               r.run_id IS NOT NULL AS live, s.sandbox IS NOT NULL AS known, s.wanted_at IS NOT NULL AS unwanted
           FROM unnest(p_run_ids, p_attempts, p_tokens, p_sandboxes, p_providers) WITH ORDINALITY
                AS i (run_id, attempt, token, sandbox, provider, ord)
           LEFT JOIN runs r ON r.run_id = ANY (ARRAY[i.run_id]) AND r.lease_expires_at IS NOT NULL
                           AND r.attempt = i.attempt AND r.lease_token = i.token AND r.lease_owner <> 0
-          LEFT JOIN sandboxes s ON s.sandbox = ANY (ARRAY[i.sandbox]) AND s.wanted_at IS NULL
+          -- What is known to exist is not inserted: that would wait for whoever is changing that row.
+          LEFT JOIN sandboxes s ON s.sandbox = ANY (ARRAY[i.sandbox])
     LOOP
         ord := v_item.ord;
-        answer := CASE WHEN NOT v_item.live THEN 'lost'
+        answer := CASE WHEN NOT v_item.live OR v_item.unwanted THEN 'lost'
                        WHEN v_item.known THEN 'reserved'
                        WHEN v_item.run_id = ANY (v_free) THEN NULL
                        ELSE 'busy' END;
@@ -69,9 +70,11 @@ BEGIN
             IF answer IS NULL AND v_full THEN
                 answer := 'full';
             ELSIF answer IS NULL THEN
-                INSERT INTO billing_jobs (run_id, created_at, due_at)
-                VALUES (v_item.run_id, v_now, v_now + interval '1 minute')
-                ON CONFLICT DO NOTHING;
+                IF NOT EXISTS (SELECT 1 FROM billing_jobs b WHERE b.run_id = ANY (ARRAY[v_item.run_id])) THEN
+                    INSERT INTO billing_jobs (run_id, created_at, due_at)
+                    VALUES (v_item.run_id, v_now, v_now + interval '1 minute')
+                    ON CONFLICT DO NOTHING;
+                END IF;
                 INSERT INTO sandboxes (sandbox, provider, run_id, attempt, org_id, environment, created_at, due_at, certain_at)
                 VALUES (v_item.sandbox, v_item.provider, v_item.run_id, v_item.attempt, v_item.org_id, v_item.environment,
                         v_now, v_now + make_interval(secs => p_due_s), v_now + make_interval(secs => p_due_s))

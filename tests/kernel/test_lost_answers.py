@@ -17,7 +17,7 @@ pytestmark = pytest.mark.modes
 # What a lost claim of lanes took comes back by itself when its lease ends; nobody reads it back.
 NOT_REPEATED = {"lifecycle claim", "observability claim"}
 # The same request in an open transaction: only its end tells whether it is recorded.
-WAITS_FOR_ITSELF = {"cancel_run"}
+WAITS_FOR_ITSELF = {"cancel_run", "push result"}
 NORMAL = Situation(run="running", lifecycle="free", observability="free")
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 from typing import Any
 
 import attrs
 
-from sql import admission, array_input, claim, control, lanes, receipts
+from sql import admission, array_input, claim, control, lanes, receipts, runners, sandboxes, settle
 from sql.types import Lane
 from sql.waits import Wait
 from tests.support.kernel import Kernel, child_of
@@ -20,6 +21,7 @@ from tests.support.kernel import Kernel, child_of
 FENCE, LANE_TOKEN, NEW_FENCE, NEW_LANE_TOKEN, REQUEST = 11, 22, 33, 44, 55
 HELD = "held"  # the step that the first attempt has claimed
 ANSWER = Wait("answer", "event", "answer", 500.0)
+CLEANER, PROVIDER = 66, "p"
 _START = "2030-01-01T00:00:00Z"
 _LANE_LEASE_S = 300.0  # outlives the lease of the attempt
 
@@ -35,6 +37,12 @@ SELECT jsonb_build_object(
     'wakes', EXISTS (SELECT 1 FROM @schema@.wakes t WHERE t.run_id = $1),
     'children', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.runs t WHERE t.parent_id = $1),
     'lanes', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.lanes t WHERE t.run_id = $1),
+    'runners', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.runners t WHERE t.run_id = $1),
+    'results', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.runner_results t WHERE t.run_id = $1),
+    'sandboxes', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.sandboxes t WHERE t.run_id = $1),
+    'sandbox_events', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.event_id)
+                         FROM @schema@.sandbox_events t WHERE t.sandbox = $1),
+    'billing_jobs', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.billing_jobs t WHERE t.run_id = $1),
     'cancellations', (SELECT jsonb_agg(to_jsonb(t) ORDER BY t.request_id)
                         FROM @schema@.cancellations t WHERE t.run_id = $1),
     'ledger_runs', (SELECT jsonb_agg(to_jsonb(t)) FROM @schema@.ledger_runs t WHERE t.run_id = $1),
@@ -47,7 +55,9 @@ class Situation:
     """What a transition asks of the run before it. None: whatever.
 
     ``run``: absent, queued (for the second time), running, waiting (and due), asked (waiting for an event that has
-    come), or over (running, but its lease has ended). ``lifecycle`` and ``observability``: the lane is free or leased.
+    come), or over (running, but its lease has ended); of one that asked for a sandbox: reserved, unwanted (nobody needs
+    it), cleaning (a cleaner has it), detached (its runner was heard of), silent (for too long) or told (its result is
+    kept and not settled). ``lifecycle`` and ``observability``: the lane is free or leased.
     ``marked``: somebody has asked to cancel.
     """
 
@@ -130,11 +140,41 @@ async def prepare_run(kernel: Kernel, situation: Situation, run_id: str) -> Subj
             (prefix,) = await kernel.claim_lanes(lane, token=LANE_TOKEN, prefix=1, lease_s=_LANE_LEASE_S)
             assert await kernel.apply(prefix)
             subject.prefixes[lane] = prefix
+    if situation.run in SANDBOXED:
+        await _prepare_sandbox(kernel, situation.run, taken)
     if situation.marked:
         await kernel.fetchval("""SELECT @schema@.cancel_run($1, '{"request_id": "marker"}')""", run_id)
-    if situation.run in ("waiting", "over"):
+    if situation.run in ("waiting", "over", "silent"):
         await kernel.advance(5.0 if situation.run == "waiting" else 61.0)
     return subject
+
+
+SANDBOXED = ("reserved", "unwanted", "cleaning", "detached", "silent", "told")
+
+
+async def _prepare_sandbox(kernel: Kernel, wanted: str, item: claim.Claimed) -> None:
+    """The sandbox has the run's name."""
+    session, run_id = kernel.session, item.run_id
+    reservation = sandboxes.Reservation(run_id, item.attempt, item.token, run_id, PROVIDER)
+    assert await sandboxes.reserve(session, [reservation], due_s=900.0) == ["reserved"]
+    await sandboxes.record_custody(session, [sandboxes.Custody(run_id, "provider's")])
+    if wanted in ("unwanted", "cleaning"):
+        await sandboxes.give_up(session, [run_id])
+    if wanted == "cleaning":
+        await sandboxes.claim_cleanup(session, [PROVIDER], token=CLEANER, limit=1, lease_s=60.0)
+    if wanted in ("detached", "silent", "told"):
+        detachment = runners.Detachment(run_id, item.attempt, item.token, run_id, 30.0, None)
+        assert await runners.detach(session, [detachment]) == ["done"]
+        assert await runners.beat(session, [runners.Beat(run_id, item.attempt, item.token)]) == ["ok"]
+    if wanted == "told":  # as a push leaves it that finds the run's row locked
+        await kernel.execute(
+            """INSERT INTO @schema@.runner_results (run_id, attempt, token, received_at, outcome, payload, delay_s,
+                                                    waits, overdue)
+               VALUES ($1, $2, $3, @schema@.clock(), 'completed', '{"output": 1}', 0, '[]', '{}')""",
+            run_id,
+            item.attempt,
+            item.token,
+        )
 
 
 async def left_behind(kernel: Kernel, subject: Subject) -> Any:
@@ -162,6 +202,10 @@ async def clear_away(kernel: Kernel, subject: Subject) -> None:
         "cancellations",
         "ledger_runs",
         "ledger_logs",
+        "runners",
+        "runner_results",
+        "sandboxes",
+        "billing_jobs",
     ):
         await kernel.execute(
             f"DELETE FROM @schema@.{table} WHERE run_id IN ($1, $2)", subject.run_id, child_of(subject.run_id)
@@ -300,6 +344,51 @@ async def _expire(kernel: Kernel, _: Subject) -> Any:
     await kernel.expire()
 
 
+async def _reserve(kernel: Kernel, subject: Subject) -> Any:
+    fence = subject.fence
+    reservation = sandboxes.Reservation(subject.run_id, fence.attempt, fence.token, subject.run_id, PROVIDER)
+    return (await sandboxes.reserve(kernel.session, [reservation], due_s=900.0))[0]
+
+
+async def _detach(kernel: Kernel, subject: Subject) -> Any:
+    fence = subject.fence
+    item = runners.Detachment(subject.run_id, fence.attempt, fence.token, subject.run_id, 30.0, None)
+    return (await runners.detach(kernel.session, [item]))[0]
+
+
+async def _push(kernel: Kernel, subject: Subject) -> Any:
+    fence = subject.fence
+    item = settle.Settlement(subject.run_id, fence.attempt, fence.token, "completed", '{"output": 1}')
+    return (await runners.push(kernel.session, [item]))[0].answer
+
+
+async def _settle_results(kernel: Kernel, _: Subject) -> Any:
+    await runners.settle_results(kernel.session, limit=10)
+
+
+async def _judge(kernel: Kernel, subject: Subject) -> Any:
+    fence, heard = subject.fence, datetime.fromisoformat(_START)
+    silent = runners.Silent(
+        subject.run_id, fence.attempt, fence.token, PROVIDER, subject.run_id, None, None, heard, 61.0, 30.0, "stale"
+    )  # fmt: skip
+    return (await runners.judge(kernel.session, [runners.Verdict(silent, "lost", "{}")], crash_cap=5))[0]
+
+
+async def _claim_cleanup(kernel: Kernel, _: Subject) -> Any:
+    await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=CLEANER, limit=10, lease_s=60.0)
+
+
+def _cleaning(name: str, call: Callable[..., Awaitable[str]]) -> Transition:
+    async def end(kernel: Kernel, subject: Subject) -> Any:
+        item = sandboxes.Obligation(
+            subject.run_id, PROVIDER, None, None, subject.run_id, 1, 1, 0, None, True, token=CLEANER
+        )  # fmt: skip
+        answer = await call(kernel.session, item, outcome="deleted", routing_domain=None)
+        return answer.removeprefix("already_")  # both say that it is gone
+
+    return Transition(name, Situation(run="cleaning"), end, ("busy", "missing_obligation"))
+
+
 def _of_lane(lane: Lane) -> list[Transition]:
     free, leased = (
         Situation(run=None, **{lane.label: wanted})  # type: ignore[arg-type]
@@ -385,5 +474,13 @@ TRANSITIONS = {
         Transition("expire", Situation(run="over"), _expire, (None,)),
         *_of_lane(Lane.LIFECYCLE),
         *_of_lane(Lane.OBSERVABILITY),
+        Transition("reserve sandbox", Situation(run="running"), _reserve, ("busy",)),
+        Transition("detach", Situation(run="reserved"), _detach, ("busy",)),
+        Transition("push result", Situation(run="detached"), _push, ("recorded",)),
+        Transition("settle results", Situation(run="told"), _settle_results, (None,)),
+        Transition("judge runner", Situation(run="silent"), _judge, ("busy",)),
+        Transition("claim cleanup", Situation(run="unwanted"), _claim_cleanup, (None,)),
+        _cleaning("accept deletion", sandboxes.accept),
+        _cleaning("confirm deletion", sandboxes.confirm),
     ]
 }
