@@ -146,6 +146,19 @@ _RULES = {
          WHERE r.run_id IS NULL OR c.attempt NOT BETWEEN 1 AND r.attempt OR c.run_failures > r.failures
             OR c.finished_at < c.created_at OR c.claimed_at < c.created_at
             OR (c.state IN ('completed', 'skipped') AND c.output IS NULL)""",
+    # --- what there is one of ------------------------------------------------------------------------
+    "one open run has a unique key until it ends, unless it was told to make place": """
+        SELECT min(r.run_id) FROM runs r
+          JOIN facts f ON f.run_id = r.run_id AND f.lane = 0 AND f.seq = 1
+         WHERE r.finished_at IS NULL AND f.payload ? 'unique' AND f.payload #>> '{unique,for_s}' IS NULL
+           AND NOT EXISTS (SELECT 1 FROM cancellations c
+                            WHERE c.run_id = r.run_id AND starts_with(c.request_id, 'replaced-by:'))
+         GROUP BY coalesce(r.org_id, ''), r.play, f.payload #>> '{unique,key}'
+        HAVING count(*) > 1""",
+    "a fire has the run that it says, and no other": """
+        SELECT r.run_id FROM fires f
+          JOIN runs r ON r.labels ->> 'schedule' = f.schedule AND (r.labels ->> 'fire_at')::timestamptz = f.fire_at
+         WHERE r.run_id <> f.run_id""",
     # --- sandboxes -----------------------------------------------------------------------------------
     "a runner is of a live attempt that no host holds, and each of those has one": """
         SELECT coalesce(r.run_id, n.run_id)
@@ -256,6 +269,8 @@ _TABLES = (
     "ledger_runs",
     "ledger_logs",
     "journal",
+    "cancellations",
+    "fires",
 )
 
 

@@ -1,7 +1,4 @@
-"""A small model of the kernel in plain Python: what every call must answer, and what must be in the rows after it.
-
-Owns the rules in their simplest form: one thing at a time, no locks, whole seconds. It never talks to a database.
-"""
+"""The reference of runs: admission, attempts, waits, events, steps and ends; and all that there is, with the time."""
 
 from __future__ import annotations
 
@@ -13,120 +10,16 @@ import attrs
 
 from sql.types import TERMINAL_STATUSES, Lane
 from sql.waits import Wait
+from tests.kernel.model.circuits import CircuitModel
+from tests.kernel.model.detached import DetachedModel, SandboxModel
+from tests.kernel.model.lanes import NEVER, LaneModel
+from tests.kernel.model.limits import LimitsModel
+from tests.kernel.model.rates import RateModel
+from tests.kernel.model.schedules import FireModel, ScheduleModel
+from tests.kernel.model.unique import UniqueAsk, UniqueModel
 
-NEVER = float("inf")
 CRASH_CAP = 2
 ELSEWHERE = "https://elsewhere.example"
-
-
-@attrs.define
-class LaneModel:
-    """One run's lane: the facts' types, the cursor and the lease."""
-
-    due: float
-    types: list[str] = attrs.field(factory=list)
-    acked: int = 0
-    frozen: int | None = None
-    attempts: int = 0
-    token: int | None = None
-    expires: float | None = None
-    error: str | None = None
-    generation: int = 0
-    quiet: set[int] = attrs.field(factory=set)  # facts without effect
-    alone: int | None = None  # the terminal, if it goes elsewhere
-
-    @property
-    def last(self) -> int:
-        return len(self.types)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether it stands right before a terminal that goes elsewhere."""
-        return self.acked + 1 == self.alone
-
-    @property
-    def passed(self) -> int:
-        """How many facts right before the cursor its receiver may not have: those without effect, or all of them."""
-        if self.elsewhere:
-            return self.acked
-        return next(n for n in range(self.acked + 1) if self.acked - n not in self.quiet)
-
-    @property
-    def pending(self) -> bool:
-        return self.acked < self.last
-
-    def append(self, now: float, *types: str) -> None:
-        if types and not self.pending:
-            self.due = now
-        self.types += types
-
-    def claimable(self, now: float) -> bool:
-        return (
-            self.pending
-            and self.error is None
-            and self.due <= now
-            and (self.expires is None or self.expires <= now)
-        )
-
-    def freeze(self, prefix: int) -> int:
-        end = min(self.last, self.acked + prefix)
-        if self.alone is not None and not self.elsewhere:
-            end = min(end, self.alone - 1)
-        return self.frozen or end
-
-    def pass_quiet(self) -> None:
-        while self.frozen is None and self.acked + 1 in self.quiet:
-            self.acked += 1
-
-    def claim(self, now: float, token: int, prefix: int, lease: float) -> None:
-        self.frozen = self.freeze(prefix)
-        self.attempts += 1
-        self.token, self.expires, self.due = token, now + lease, now + lease
-
-    def held_by(self, token: int) -> bool:
-        return self.token == token and self.expires is not None
-
-    def acknowledge(self, now: float, token: int, through: int, prefix: int, lease: float) -> str:
-        if self.held_by(token) and self.acked < through and self.frozen == through:
-            self.acked, self.frozen, self.attempts, self.expires, self.due = through, None, 0, None, now
-            self.pass_quiet()
-            if prefix and self.pending and not self.elsewhere:
-                self.claim(now, token, prefix, lease)
-        elif self.acked < through:
-            return "lost"
-        return "acked"
-
-    def hand_back(self, now: float, token: int, ending: str, delay: float) -> str:
-        if self.token != token:
-            return "lost"
-        if self.expires is not None:
-            blocked = ending == "blocked"
-            self.expires, self.error = None, "rejected" if blocked else None
-            self.due = NEVER if blocked else now + delay
-            if ending == "unsent":
-                self.frozen = None if self.attempts == 1 else self.frozen
-                self.attempts -= 1
-            elif ending == "given_up":
-                self.attempts = max(1, self.attempts - 1)
-        return "done"
-
-    def retry(self, now: float) -> None:
-        self.error, self.due, self.attempts, self.expires = None, now, 1, None
-
-    def skip(self, now: float, seq: int) -> None:
-        self.error, self.due, self.attempts, self.expires = None, now, 0, None
-        self.acked, self.frozen, self.generation = seq, None, self.generation + 1
-
-    def renew(self, now: float, token: int, lease: float) -> str:
-        if not self.held_by(token):
-            return "lost"
-        self.expires = max(self.expires or now, now + lease)
-        self.due = max(self.due, now + lease)
-        return "renewed"
-
-    def deliver(self, now: float, prefix: int) -> None:
-        self.acked = self.freeze(prefix)
-        self.frozen, self.attempts, self.expires, self.due = None, 0, None, now
 
 
 @attrs.define
@@ -237,6 +130,13 @@ class RunModel:
     terminal_seq: int | None = None
     terminal_receiver: str | None = None
     wait_seq: int | None = None
+    ended_at: dict[int, float] = attrs.field(factory=dict)  # attempt: its end
+    concurrency: str | None = None  # its concurrency key
+    unique: UniqueAsk | None = None
+    pages_to: str | None = None  # who could retire array input
+    array_input: bool = False
+    labels: dict[str, str] | None = None
+    detached: DetachedModel = attrs.field(factory=DetachedModel)
 
     @property
     def over(self) -> bool:
@@ -257,8 +157,32 @@ class RunModel:
     def holds(self, attempt: int, token: int) -> bool:
         return self.status == "running" and (self.attempt, self.token) == (attempt, token)
 
+    def lives(self, attempt: int, now: float) -> bool:
+        """Whether that attempt has a lease; what it holds of others counts as long."""
+        return (
+            self.status == "running"
+            and self.attempt == attempt
+            and self.expires is not None
+            and self.expires > now
+        )
+
     def claimable(self, now: float) -> bool:
         return self.status in ("queued", "waiting") and self.due <= now and not self.marks
+
+    @property
+    def extras(self) -> str | None:
+        """As admission takes them."""
+        asked = None if self.unique is None else attrs.asdict(self.unique)
+        extras = {
+            "concurrency_key": self.concurrency, "array_input_receiver": self.pages_to, "unique": asked,
+        }  # fmt: skip
+        return json.dumps({key: value for key, value in extras.items() if value is not None})
+
+    @property
+    def wait_until(self) -> float | None:
+        """What people are told: when a parked run goes on by itself."""
+        wait = None if self.wait is None else self.waits[self.wait]
+        return wait.due if wait is not None and wait.kind == "sleep" else None
 
     # --- transitions ---------------------------------------------------------------------------------
 
@@ -275,9 +199,11 @@ class RunModel:
         self.begun[self.attempt] = now
         self.lifecycle.append(now, "run.started")
 
-    def stop(self, outcome: str) -> None:
-        self.ended[self.attempt] = (self.token, outcome)
+    def stop(self, now: float, outcome: str) -> None:
+        self.ended[self.attempt], self.ended_at[self.attempt] = (self.token, outcome), now
         self.expires = None
+        if self.owner == 0:
+            self.detached.end(now)
 
     def finish(self, now: float, status: str) -> None:
         self.status, self.due, self.wait = status, NEVER, None
@@ -291,7 +217,7 @@ class RunModel:
     def settle(self, now: float, attempt: int, token: int, outcome: str, delay: float) -> str:
         if not self.holds(attempt, token):
             return "done" if self.ended.get(attempt) == (token, outcome) else "lost"
-        self.stop(outcome)
+        self.stop(now, outcome)
         self.failures += outcome in ("failed", "retried")
         if outcome in ("completed", "failed"):
             self.finish(now, outcome)
@@ -310,7 +236,7 @@ class RunModel:
         since = self.begun[first]
         if since <= now - most:
             return "over"
-        self.stop("deferred")
+        self.stop(now, "deferred")
         self.outages[attempt] = kind, since
         self.status, self.due = "queued", now + delay
         self.lifecycle.append(now, "run.requeued")
@@ -319,7 +245,7 @@ class RunModel:
     def park(self, now: float, attempt: int, token: int, waits: Sequence[Wait]) -> str:
         if not self.holds(attempt, token):
             return "done" if self.ended.get(attempt) == (token, "parked") else "lost"
-        self.stop("parked")
+        self.stop(now, "parked")
         self.lifecycle.append(now, "run.waiting")
         self.wait_seq = self.lifecycle.last
         standing = self.register(now, waits)
@@ -504,7 +430,7 @@ class RunModel:
                 return self.status
             return "cancelled" if self.cancelled_by == request else "cancelled_before"
         if self.status == "running":
-            self.stop("cancelled")
+            self.stop(now, "cancelled")
         self.finish(now, "cancelled")
         self.cancelled_by, self.marks = request, []
         for child in self.kin.values():
@@ -529,14 +455,29 @@ class RunModel:
         if self.expires is not None and self.expires > now:
             self.due = self.expires
             return "pushed"
-        self.stop("expired")
-        self.crashes += 1
-        if self.crashes > CRASH_CAP:
+        return self.crash(now, "expired")
+
+    def crash(self, now: float, outcome: str) -> str:
+        """An attempt that ends without a word of its own: expired or lost, or at its ceiling."""
+        self.stop(now, outcome)
+        self.crashes += outcome != "ceiling"
+        if self.crashes > CRASH_CAP or outcome == "ceiling":
             self.finish(now, "failed")
             return "failed"
         self.status, self.due = "queued", now
         self.lifecycle.append(now, "run.requeued")
-        return "expired"
+        return outcome
+
+    # --- array input ---------------------------------------------------------------------------------
+
+    def register_array_input(self, attempt: int, token: int, org: str | None) -> str:
+        if not self.holds(attempt, token) or self.org != org:
+            return "lost"
+        receiver = self.terminal_receiver or self.pages_to
+        if receiver is None:
+            return "no_receiver"
+        self.array_input, self.terminal_receiver = True, receiver
+        return "done"
 
 
 @attrs.define
@@ -545,6 +486,41 @@ class Model:
 
     now: float = 0.0
     runs: dict[str, RunModel] = attrs.field(factory=dict)
+    limits: LimitsModel = attrs.field(factory=LimitsModel)
+    unique: dict[tuple[str, str, str], UniqueModel] = attrs.field(factory=dict)  # organisation, play, key
+    rates: dict[str, RateModel] = attrs.field(factory=dict)
+    circuits: dict[str, CircuitModel] = attrs.field(factory=dict)
+    schedules: dict[str, ScheduleModel] = attrs.field(factory=dict)
+    fires: dict[tuple[str, float], FireModel] = attrs.field(factory=dict)  # schedule, moment
+    compute: list[tuple[str, int, str, float, float]] = attrs.field(
+        factory=list
+    )  # run, attempt, kind, begin, end
+
+    def lives(self, fence: tuple[str, int]) -> bool:
+        """Whether this run's attempt has a lease."""
+        run = self.runs.get(fence[0])
+        return run is not None and run.lives(fence[1], self.now)
+
+    @property
+    def sandboxes(self) -> list[SandboxModel]:
+        return [sandbox for run in self.runs.values() for sandbox in run.detached.sandboxes.values()]
+
+    def take_unique(self, run: RunModel) -> str | None:
+        """Give a new run its unique key; the run that keeps it instead, if one does."""
+        if run.unique is None:
+            return None
+        key = (run.org or "", run.play, run.unique.key)
+        known = self.unique.get(key)
+        if known is not None and known.run_id != run.run_id:
+            holder = self.runs.get(known.run_id)
+            if known.held(self.now, holder is not None and not holder.over):
+                if run.unique.on_conflict != "replace":
+                    return known.run_id
+                if holder is not None:
+                    holder.marks.append((self.now, f"replaced-by:{run.run_id}"))
+        until = None if run.unique.for_s is None else self.now + run.unique.for_s
+        self.unique[key] = UniqueModel(run.run_id, until)
+        return None
 
     def by_key(self, play: str, org: str | None, key: str | None) -> RunModel | None:
         if key is None:
@@ -560,7 +536,12 @@ class Model:
         by_id, by_key = self.runs.get(run.run_id), self.by_key(run.play, run.org, run.key)
         known = by_key or by_id
         if known is None:
+            holder = self.take_unique(run)
+            if holder is not None:
+                existing = run.unique is not None and run.unique.on_conflict == "existing"
+                return "existing" if existing else "duplicate", holder, False, False
             self.runs[run.run_id] = run
+            claim = claim and not self.limits.places(run)  # only a claim holds a limit's lock
             if claim:
                 run.start(self.now, owner, run.request, lease)
             return "created", run.run_id, True, claim
