@@ -37,9 +37,9 @@ $$;
 --   p_requests  random per item and kept in the first fact: an item that is asked again after a lost answer
 --               recognises its own run; also the lease token of an item admitted as claimed
 --   p_extras    what few runs have, or NULL: {"receiver", "terminal_receiver", "parent_id", "root_id",
---               "concurrency_key", "terminal_performance", "unique" (see unique.sql), …}; all of it is told in the first fact, some of it
---               has a column. But "lane_lease_s" is not told: admit with the first fact out for delivery already, for
---               so many seconds, with the request as the lane's token
+--               "concurrency_key", "terminal_performance", "unique" (see unique.sql), …}; all of it is told in the
+--               first fact, some of it has a column. But "lane_lease_s" is not told: admit with the first fact out
+--               for delivery already, for so many seconds, with the request as the lane's token
 --   p_claim     admit as already claimed by p_owner (only items that are due now; those that count against a limit
 --               are queued: only a claim holds the limit's lock)
 --   p_wait      wait for a key held by an open transaction instead of answering busy

@@ -56,7 +56,8 @@ BEGIN
                               AND e.details ->> 'outcome' = 'deleted' OFFSET 0))
         UNION ALL
         SELECT a.run_id || ':runner:' || a.attempt, a.run_id, a.attempt, 'runner', s.provider, s.org_id,
-               coalesce(s.custody_at, s.created_at), least(coalesce(q.received_at, lost_at(a.outcome, s), a.ended_at), a.ended_at), v_now
+               coalesce(s.custody_at, s.created_at),
+               least(coalesce(q.received_at, lost_at(a.outcome, s), a.ended_at), a.ended_at), v_now
           FROM attempts a
           JOIN sandboxes s ON s.run_id = ANY (ARRAY[a.run_id]) AND s.attempt = a.attempt
                           AND s.sandbox NOT LIKE 'adopted:%'  -- of an older generation, and so was its attempt

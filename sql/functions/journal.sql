@@ -221,13 +221,7 @@ CREATE OR REPLACE FUNCTION @schema@.lane_option(p_options jsonb) RETURNS smallin
 LANGUAGE plpgsql
 SET search_path = @schema@, pg_temp
 AS $$
-DECLARE
-    v_lane CONSTANT smallint := CASE coalesce(text_option(p_options, 'lane', 20), 'lifecycle')
-                                WHEN 'lifecycle' THEN 0 WHEN 'observability' THEN 1 END;
 BEGIN
-    IF v_lane IS NULL THEN
-        PERFORM refuse('options.lane', 'must be lifecycle or observability');
-    END IF;
-    RETURN v_lane;
+    RETURN CASE choice_option(p_options, 'lane', '{lifecycle, observability}') WHEN 'observability' THEN 1 ELSE 0 END;
 END
 $$;

@@ -375,7 +375,8 @@ BEGIN
     IF cardinality(v_turn.run_ids) IS DISTINCT FROM cardinality(v_ids) THEN
         UPDATE @table@ l
            SET lane_error = 'the ledger has not applied this run''s earlier facts', lane_due_at = 'infinity',
-               lane_failure = NULL, lane_expires_at = NULL, frozen_seq = i.through, lane_attempts = greatest(l.lane_attempts, 1)
+               lane_failure = NULL, lane_expires_at = NULL, frozen_seq = i.through,
+               lane_attempts = greatest(l.lane_attempts, 1)
           FROM unnest(v_ids, v_through) AS i (run_id, through)
          WHERE l.run_id = ANY (ARRAY[i.run_id]) AND NOT (l.run_id = ANY (coalesce(v_turn.run_ids, '{}')));
         GET DIAGNOSTICS v_blocked = ROW_COUNT;
@@ -421,8 +422,8 @@ END
 $$;
 
 -- The ledger has lost facts that it had acknowledged: sets the cursor back, so that what follows p_acked is delivered
--- again, in prefixes of their own. Answers the cursor that was (NULL: no such lane), which is
--- never moved forward. A delivery that is out meanwhile finds its token gone. Waits for the row as long as lock_timeout allows.
+-- again, in prefixes of their own. Answers the cursor that was (NULL: no such lane), which is never moved forward. A
+-- delivery that is out meanwhile finds its token gone. Waits for the row as long as lock_timeout allows.
 CREATE OR REPLACE FUNCTION @schema@.@lane@_set_back(p_run_id text, p_acked integer, OUT acked integer)
 LANGUAGE plpgsql
 @seek@

@@ -28,9 +28,9 @@ AS $$
 $$;
 
 -- What the full form of a status has on top: the launch without its input, the end, and why nothing happens.
--- `served`: a host that claims such runs was seen within the last minute; `lane_served`: one that delivers to whoever gets
--- the next of its lifecycle facts. `lane_failure`: why those came back the last time. `runtime_backend`: the provider of the latest
--- sandbox that the run asked for; NULL: it has run on hosts alone.
+-- `served`: a host that claims such runs was seen within the last minute; `lane_served`: one that delivers to whoever
+-- gets the next of its lifecycle facts. `lane_failure`: why those came back the last time. `runtime_backend`: the
+-- provider of the latest sandbox that the run asked for; NULL: it has run on hosts alone.
 CREATE OR REPLACE FUNCTION @schema@.read_run_details(p_run_id text)
 RETURNS TABLE (
     accepted_at timestamptz, launch jsonb, terminal jsonb, array_input boolean, receiver text, terminal_receiver text,
