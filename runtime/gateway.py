@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import attrs
@@ -456,7 +456,7 @@ class _Gateway:
         """How the attempt ended. The first word stands; said again, it is answered again."""
         waits = _json_text("waits", body.get("waits", "[]"))
         if body["outcome"] == "parked":
-            _check_waits(json.loads(waits))
+            waits = _checked_waits(json.loads(waits))
         pushed: Pushed = await self._desk.say(
             Settlement(
                 bearer.run_id,
@@ -558,7 +558,8 @@ def _measure(value: Any) -> float | None:
     return value if type(value) in (int, float) and abs(value) < math.inf else None
 
 
-def _check_waits(waits: Any) -> None:
+def _checked_waits(waits: Any) -> str:
+    """Waits as the kernel takes them, as text: Python reads moments in forms and zones that Postgres does not."""
     problem = jsonschema.exceptions.best_match(_WAITS_CHECK.iter_errors(waits))
     if problem is not None:
         where = "".join(f"[{part!r}]" for part in problem.absolute_path)
@@ -567,10 +568,14 @@ def _check_waits(waits: Any) -> None:
         raise GatewayRefused(400, "malformed", "['waits']: a key may be there once")
     for wait in waits:
         try:
-            if "until" in wait and datetime.fromisoformat(wait["until"]).tzinfo is None:
-                raise ValueError("it has no time zone")
-        except ValueError as error:
+            if "until" in wait:
+                moment = datetime.fromisoformat(wait["until"])
+                if moment.tzinfo is None:
+                    raise ValueError("it has no time zone")
+                wait["until"] = moment.astimezone(UTC).isoformat()
+        except (ValueError, OverflowError) as error:
             raise GatewayRefused(400, "malformed", f"['waits']: until is not a moment: {error}") from None
+    return json.dumps(waits)
 
 
 def _no_constant(name: str) -> Any:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import attrs
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from runtime import Runtime
 from runtime.detached import TOKEN
 from tests.support import sandboxed
-from tests.support.hosts import Hosts, eventually
+from tests.support.callers import open_caller
+from tests.support.hosts import Hosts, eventually, until
 from tests.support.sandboxed import Pretended
 
 MOST_BYTES = 20_000
@@ -259,6 +261,28 @@ async def test_a_result_that_could_not_be_settled_is_not_kept(hosts: Hosts) -> N
             assert details is not None
             assert details.performance_unavailable == "invalid_usage"
             assert details.performance is not None
+
+
+async def test_a_moment_in_any_form_is_one_that_can_be_settled_later(hosts: Hosts) -> None:
+    provider = Pretended()
+    # Python reads the days of a week and zones that are far away; Postgres does not.
+    nap = {"key": "nap", "kind": "sleep", "until": "2030-W01-2T20:00:00+20:00"}
+    async with hosting(hosts, provider) as rt:
+        runner = await launched(rt, provider)
+        headers = {"authorization": f"Bearer {runner.token}"}
+        async with (
+            httpx.AsyncClient(base_url=runner.url, headers=headers, trust_env=False) as client,
+            open_caller(hosts.dsn, hosts.schema) as caller,
+        ):
+            await caller.begin("read committed")  # it is kept first, and settled once the row is free
+            await caller.fetchval(f"SELECT 1 FROM {hosts.schema}.runs FOR UPDATE")
+            said = await client.post(
+                "/v1/runner/result", json={"outcome": "parked", "waits": json.dumps([nap])}
+            )
+            assert said.json() == {"answer": "recorded", "first": True}
+            await caller.rollback()
+        status = await until(rt, runner.run_id, "waiting")
+        assert status.due_at == datetime(2030, 1, 1, tzinfo=UTC)
 
 
 async def test_a_sandbox_that_comes_into_being_too_late_is_deleted_all_the_same(hosts: Hosts) -> None:
