@@ -76,9 +76,15 @@ class Play:
 
     @property
     def home(self) -> str:
-        """Where another process finds the play: its module, or the file of a program's main module."""
+        """Where another process finds the play: its module, or the file of a program that was started by it."""
         name: str = self._function.__module__
-        return getattr(sys.modules[name], "__file__", None) or name if name == "__main__" else name
+        if name != "__main__":
+            return name
+        program = sys.modules[name]
+        spec = getattr(program, "__spec__", None)  # there with python -m, whose imports may be relative
+        if spec is not None and spec.name != name:
+            return str(spec.name)
+        return getattr(program, "__file__", None) or name
 
     @property
     def is_at_home(self) -> bool:

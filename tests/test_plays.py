@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -243,3 +247,35 @@ def test_a_play_is_at_home_where_its_runner_finds_it() -> None:
     assert list(providers_of({"top": TOP}, None, config)) == ["local"]
     with pytest.raises(InvalidPlay, match=r"play 'borrowed' runs in a sandbox.* top level of runtime\.plays"):
         providers_of({"borrowed": elsewhere}, None, config)
+
+
+PROGRAM = """
+from runtime import play
+from .part import PART
+
+@play(PART, sandbox="local")
+def it(ctx): ...
+
+if __name__ == "__main__":
+    print(it.home, it.is_at_home)
+"""
+
+
+def test_a_program_that_was_started_as_a_module_is_found_as_one(tmp_path: Path) -> None:
+    package = tmp_path / "app"
+    package.mkdir()
+    (package / "part.py").write_text("PART = 'it'\n")
+    for name in ("tool", "__main__"):
+        (package / f"{name}.py").write_text(PROGRAM)
+
+    def said(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        return subprocess.run(
+            [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert said("-m", "app.tool") == "app.tool True"
+    assert said("-m", "app") == "app.__main__ True"
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.replace(".part", "app.part"))
+    assert said(str(script)) == f"{script} True"
