@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -19,15 +20,19 @@ from actors.core import Mailbox, bounded_cleanup
 from actors.custody import Entry, GivenUp
 from actors.executors import released
 from actors.liveness import Judge, Judgement
+from runtime.codec import JsonCodec, preview, scrub
 from runtime.executor import Executor
 from runtime.plays import Play
 from runtime.runner_tokens import Bearer, RunnerTokens
 from runtime.sandboxes import Created, Inspection, SandboxProvider, SandboxRef, SandboxSpec
+from runtime.sandboxes.base import SandboxFault
 from sql import adoption
-from sql.errors import CapacityUnavailable, Deferral, DependencyUnavailable
+from sql.errors import CapacityUnavailable, Deferral, DependencyUnavailable, PayloadRefused
 from sql.runners import Detachment, Silent, Verdict
 from sql.sandboxes import Custody, Obligation, Reservation
 from sql.settle import Settlement
+
+T = TypeVar("T")
 
 log = logging.getLogger("runlane.detached")
 
@@ -45,6 +50,11 @@ _FROZEN_AFTER = 3.0
 _STARTED_WITHIN_S = 120.0
 # No moment that a provider tells is later than this, in seconds since the epoch.
 _LAST_MOMENT = 2.0**33
+# What a deletion may answer.
+_OUTCOMES = ("deleted", "already_absent")
+# Of each thing that a provider says.
+_MOST_WORDS = 16_384
+_MOST_DEPTH = 32
 # A token outlives the ceiling by this: a last word may be late.
 _TOKEN_GRACE_S = 3_600.0
 
@@ -113,7 +123,7 @@ class Launcher:
     async def _create(self, provider: SandboxProvider, play: Play, spec: SandboxSpec) -> Created:
         try:
             with trio.fail_after(self._launch.create_s):
-                return await provider.create(spec)
+                return _answer(Created, await provider.create(spec))
         except trio.TooSlowError:
             reason = f"no answer within {self._launch.create_s:g} s"
         except Exception as exc:  # the provider's own: whatever it raises, there is no sandbox to speak of
@@ -173,6 +183,13 @@ class LaunchingExecutor:
         return released(attempt) if failure is None else self._execute.failed(play, attempt, failure)
 
 
+def _answer(kind: type[T], said: Any) -> T:
+    """What a provider's call answered, if it is that at all: anybody may write one."""
+    if not isinstance(said, kind):
+        raise SandboxFault(f"answered {preview(said)}, not {kind.__name__}(…)")
+    return said
+
+
 def judge_with(provider: SandboxProvider, heard_s: Callable[[], float]) -> Judge:
     """How silent runners of this provider are judged. ``heard_s``: since when this host's gateway could be heard.
 
@@ -187,9 +204,9 @@ def judge_with(provider: SandboxProvider, heard_s: Callable[[], float]) -> Judge
         if over and silent.over_s >= silent.heartbeat_timeout_s:
             return timed_out  # that it has ended may be the provider's own doing, for this reason
         try:
-            inspection = await provider.inspect(
-                SandboxRef(silent.sandbox, silent.provider_id, silent.routing_domain)
-            )
+            ref = SandboxRef(silent.sandbox, silent.provider_id, silent.routing_domain)
+            inspection = _answer(Inspection, await provider.inspect(ref))
+            inspection = attrs.evolve(inspection, diagnostics=_storable(inspection.diagnostics))
         except Exception as exc:  # the provider's own: nothing is known, so only the ceiling counts
             log.warning("event=inspection_failed sandbox=%s error=%r", silent.sandbox, exc)
             return timed_out if over else Judgement(None)
@@ -210,6 +227,22 @@ def judge_with(provider: SandboxProvider, heard_s: Callable[[], float]) -> Judge
         return Judgement(_verdict(silent, "lost", "RunnerLost", why), found)
 
     return judge
+
+
+def _storable(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
+    """What a provider says of an end, as the database takes it: a command prints anything, NUL too."""
+    codec = JsonCodec()
+    found: dict[str, Any] = {}
+    for name, value in diagnostics.items():
+        key = scrub(str(name), _MOST_WORDS)
+        try:
+            text = codec.encode(value, what=key, limit_bytes=_MOST_WORDS, max_depth=_MOST_DEPTH)
+        except PayloadRefused:
+            words = value if isinstance(value, str) else preview(value)
+            found[key] = scrub(words, _MOST_WORDS, keep_end=True)
+        else:
+            found[key] = json.loads(text)
+    return found
 
 
 def _end_of(silent: Silent, inspection: Inspection) -> dict[str, object]:
@@ -252,10 +285,14 @@ def delete_with(provider: SandboxProvider) -> Delete:
             # One that was in the making may have come into being after its deletion was taken.
             if obligation.accepted_at is None or not obligation.certain:
                 outcome = await provider.delete(ref)
+                if outcome not in _OUTCOMES:
+                    raise SandboxFault(
+                        f"delete answered {preview(outcome)}, not one of {', '.join(_OUTCOMES)}"
+                    )
                 tell(Step("accepted", outcome, obligation.routing_domain))
-            inspection = await provider.inspect(ref)
+            inspection = _answer(Inspection, await provider.inspect(ref))
         except Exception as exc:  # the provider's own
-            tell(Step("failed", error=f"{type(exc).__name__}: {exc}"))
+            tell(Step("failed", error=scrub(f"{type(exc).__name__}: {exc}", _MOST_WORDS)))
             return
         kind = "gone" if inspection.state == "absent" and obligation.certain else "there"
         tell(Step(kind, outcome, inspection.routing_domain))

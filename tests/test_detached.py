@@ -11,7 +11,8 @@ import pytest
 
 from actors.liveness import Judgement
 from runtime.detached import judge_with
-from runtime.sandboxes import Inspection, SandboxRef
+from runtime.sandboxes import Created, Inspection, SandboxRef
+from runtime.sandboxes.base import SandboxFault
 from sql.runners import Silent
 from tests.support.sandboxed import Pretended
 
@@ -23,15 +24,22 @@ TIMEOUT_S = 60.0
 class Saying(Pretended):
     """Says that of every sandbox."""
 
-    says: Inspection = attrs.field(factory=lambda: Inspection("running"))
+    says: Any = attrs.field(factory=lambda: Inspection("running"))
 
-    async def inspect(self, ref: SandboxRef) -> Inspection:
+    async def inspect(self, ref: SandboxRef) -> Any:
         self.check()
         return self.says
 
 
+@attrs.frozen
+class Captured:
+    """What a provider's client may hand over."""
+
+    why: str
+
+
 async def judged(
-    says: Inspection,
+    says: Any,
     *,
     silent_s: float,
     heard_at: datetime | None = HEARD_AT,
@@ -88,9 +96,40 @@ async def test_the_end_is_what_was_seen_or_the_last_heartbeat(
     }
 
 
-async def test_a_provider_that_gives_no_answer_decides_nothing() -> None:
-    found = await judged(Inspection("absent"), silent_s=1e6, fails=True)
+@pytest.mark.parametrize(("says", "fails"), [(Inspection("absent"), True), (None, False), ("running", False)])
+async def test_a_provider_that_gives_no_answer_decides_nothing(says: Any, fails: bool) -> None:
+    found = await judged(says, silent_s=1e6, fails=fails)
     assert (found.verdict, found.diagnostics) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({"output_tail": "a\x00b\ud800"}, {"output_tail": "a\\x00b\\ud800"}),
+        ({"load": float("inf"), "\x00": 1}, {"load": "inf", "\\x00": 1}),
+        ({7: Captured("late")}, {"7": {"why": "late"}}),
+        ({"at": HEARD_AT, "of": [1, {"b": 2}]}, {"at": "<datetime.datetime>", "of": [1, {"b": 2}]}),
+    ],
+)
+async def test_whatever_a_provider_says_of_an_end_can_be_written_down(
+    told: dict[Any, Any], kept: dict[str, Any]
+) -> None:
+    found = await judged(Inspection("ended", told), silent_s=TIMEOUT_S)
+    assert found.diagnostics == {**kept, "ended_at": HEARD_AT.timestamp()}
+    assert found.verdict is not None
+    assert "\\u0000" not in found.verdict.error
+
+
+def test_what_cannot_be_written_down_of_a_sandbox_is_refused_as_it_is_said() -> None:
+    wrong: Any
+    for wrong in (7, None, "a\x00", "x" * 3_000):
+        with pytest.raises(SandboxFault, match="provider_id"):
+            Created(wrong)
+    for wrong in (7, "\ud800"):
+        with pytest.raises(SandboxFault, match="routing_domain"):
+            Inspection("running", routing_domain=wrong)
+    with pytest.raises(ValueError, match="state"):
+        Inspection("stopped")
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,26 @@ from typing import Any, Protocol
 
 import attrs
 
+from runtime.codec import preview, scrub
 from sql.errors import RunlaneError
 
 TAIL_BYTES = 4_096
 """How much of the end of a sandbox's output its diagnostics keep."""
+# Of a provider's own name for something.
+_MOST_BYTES = 2_000
 
 
 class SandboxFault(RunlaneError):
     """A provider could not do what was asked; nothing is known of the sandbox but what is in the database."""
+
+
+def _storable(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    """What is written down: refused as it is said, so that it fails no more than its provider's call."""
+    if not isinstance(value, str) or scrub(value, _MOST_BYTES) != value:
+        raise SandboxFault(
+            f"{field.name} must be text of at most {_MOST_BYTES} bytes without NUL or lone surrogates, "
+            f"not {preview(value)}"
+        )
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -53,8 +65,8 @@ class SandboxRef:
 class Created:
     """A sandbox that exists. ``routing_domain``: where at the provider it is, if that matters for finding it."""
 
-    provider_id: str
-    routing_domain: str | None = None
+    provider_id: str = attrs.field(validator=_storable)
+    routing_domain: str | None = attrs.field(default=None, validator=attrs.validators.optional(_storable))
 
 
 @attrs.frozen(slots=True)
@@ -66,9 +78,9 @@ class Inspection:
     one that is absent, where the provider remembers it.
     """
 
-    state: str
+    state: str = attrs.field(validator=attrs.validators.in_(("running", "ended", "absent")))
     diagnostics: Mapping[str, Any] = attrs.field(factory=dict)
-    routing_domain: str | None = None
+    routing_domain: str | None = attrs.field(default=None, validator=attrs.validators.optional(_storable))
 
 
 class SandboxProvider(Protocol):

@@ -98,7 +98,7 @@ async def test_a_runner_that_dies_is_found_out_and_the_run_goes_on(
         assert (first.outcome, second.outcome) == ("lost", "completed")
         assert first.error is not None
         assert "exit code 7" in first.error["message"]
-        assert "about to die" in first.error["message"]
+        assert "about to die \\x00" in first.error["message"]
 
 
 async def test_steps_are_recorded_from_a_sandbox(hosts: Hosts, provider: LocalProvider) -> None:

@@ -126,7 +126,7 @@ async def boxed_child(ctx: Context, data: dict[str, Any]) -> int:
 async def boxed_dies(ctx: Context, data: dict[str, Any]) -> int:
     """Its process is gone without a word, the first time."""
     if ctx.attempt == 1:
-        print("about to die", flush=True)
+        print("about to die \x00", flush=True)
         os._exit(7)
     return ctx.attempt
 
