@@ -116,7 +116,7 @@ def _facts_options(command: Callable[..., None]) -> Callable[..., None]:
             "--lane", "label", type=click.Choice(list(_LANES)), default="lifecycle", show_default=True
         ),
         click.option("--because", required=True, help="Why; kept in the journal."),
-        click.argument("seq", type=click.IntRange(min=1)),
+        click.argument("seq", type=click.IntRange(1, 2**31 - 1)),
         click.argument("run_id", metavar="RUN"),
     ):
         command = option(command)
