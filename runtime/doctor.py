@@ -171,6 +171,7 @@ async def _work(session: Session) -> list[Finding]:
     return [
         _hosts(await doctor.read_hosts(session)),
         *map(_unserved, await doctor.read_unserved(session)),
+        *map(_undelivered, await doctor.read_undelivered(session)),
         _ledgers(await status.backlog(session)),
         *_sandboxes(await doctor.read_stuck_sandboxes(session)),
         *_dead_rows(await doctor.read_bloat(session)),
@@ -194,6 +195,16 @@ def _unserved(runs: doctor.Unserved) -> Finding:
         PROBLEM,
         f"runs of {which} have been due for {runs.late_s:.0f} s and no host takes them",
         "host that play, of that release and environment" if of else "host that play",
+    )
+
+
+def _undelivered(receiver: str) -> Finding:
+    ledger = receiver or "the hosts' own ledger"
+    return Finding(
+        "receivers",
+        PROBLEM,
+        f"facts wait for {ledger}, and no host delivers there",
+        "start a host with a ledger of that receiver" if receiver else "start a host",
     )
 
 

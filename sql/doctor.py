@@ -105,6 +105,27 @@ SELECT f.play, f.release_id, f.environment,
  LIMIT 20
 """
 
+# Receivers that something is pending for, a seek each in the lanes of runs and in those of logs.
+_UNDELIVERED = """
+WITH RECURSIVE pending AS (
+    SELECT least((SELECT min(lane_receiver) FROM @schema@.runs WHERE lane_pending),
+                 (SELECT min(lane_receiver) FROM @schema@.lanes WHERE lane_pending)) AS receiver
+     UNION ALL
+    SELECT least((SELECT min(r.lane_receiver) FROM @schema@.runs r
+                   WHERE r.lane_pending AND r.lane_receiver > p.receiver),
+                 (SELECT min(l.lane_receiver) FROM @schema@.lanes l
+                   WHERE l.lane_pending AND l.lane_receiver > p.receiver))
+      FROM pending p
+     WHERE p.receiver IS NOT NULL
+)
+SELECT p.receiver FROM pending p
+ WHERE p.receiver IS NOT NULL
+   AND NOT EXISTS (SELECT 1 FROM @schema@.hosts h
+                    WHERE p.receiver = ANY (h.receivers) AND h.seen_at > @schema@.clock() - interval '1 minute')
+ ORDER BY p.receiver
+ LIMIT 20
+"""
+
 
 @attrs.frozen(slots=True, kw_only=True)
 class Server:
@@ -187,6 +208,11 @@ async def read_stuck_sandboxes(session: Session) -> int:
 async def read_unserved(session: Session) -> list[Unserved]:
     """Plays that have due runs and no host, the latest first; at most 20."""
     return [Unserved(**dict(row)) for row in await _rendered(session, _UNSERVED)]
+
+
+async def read_undelivered(session: Session) -> list[str]:
+    """Receivers that have facts pending and no host seen lately ("": the hosts' own ledger); at most 20."""
+    return [row["receiver"] for row in await _rendered(session, _UNDELIVERED)]
 
 
 async def _rendered(session: Session, query: str) -> list[Any]:

@@ -57,6 +57,16 @@ async def test_work_that_nobody_does_is_named(hosts: Hosts) -> None:
     assert len([f for f in await doctor.examine(hosts.config()) if f.check == "plays"]) == 1
 
 
+async def test_a_receiver_that_nobody_delivers_to_is_named(hosts: Hosts) -> None:
+    async with hosts.open(echo) as rt:
+        await hosts.ask("""SELECT @.submit_run('echo', '1', '{"run_id": "r", "receiver": "billing"}')""")
+        await rt.handle("r").result(timeout=10)
+        now = await found(hosts)
+        assert (now["receivers"].state, "billing" in now["receivers"].says) == (doctor.PROBLEM, True)
+    await hosts.ask("UPDATE @.runs SET acked_seq = last_seq")
+    assert "receivers" not in await found(hosts)
+
+
 async def test_what_waits_for_an_operator_is_named(hosts: Hosts) -> None:
     async with hosts.open(echo) as rt:
         handle = await rt.submit(echo, 1)
