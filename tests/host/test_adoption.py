@@ -14,14 +14,14 @@ import pytest
 from actors.cleanup import Step
 from runtime import Runtime
 from runtime.detached import delete_with
-from runtime.sandboxes import Inspection, SandboxRef, SandboxSpec
+from runtime.sandboxes import Inspection, SandboxRef
 from sql.errors import ConfigError
 from sql.sandboxes import Obligation
 from tests.kernel.test_adoption import TABLE
 from tests.support import sandboxed
 from tests.support.hosts import Hosts, eventually
 from tests.support.sandboxed import Pretended
-from tests.support.sites import SITES
+from tests.support.sites import SITES, spec
 
 pytestmark = pytest.mark.modes
 
@@ -154,9 +154,7 @@ async def test_a_provider_finds_what_others_have_named_or_says_that_it_cannot(
 ) -> None:
     """H-2: what cannot be found is never taken for gone."""
     async with SITES[name](tmp_path) as site:
-        command = ("python", "-c", "import time; time.sleep(60)")
-        spec = SandboxSpec(sandbox="theirs", run_id="run", attempt=1, command=command, env={})
-        made = await site.provider.create(spec)
+        made = await site.provider.create(spec("import time; time.sleep(60)", "theirs"))
         copy = Obligation(
             "adopted:x:1", site.provider.key, made.provider_id, None, "run", 1, 1, 0, None, True, token=7
         )

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 
-from runtime.sandboxes import Inspection, SandboxRef, SandboxSpec
+from runtime.sandboxes import SandboxRef
 from runtime.sandboxes.base import SandboxFault
 from tests.support import sandboxed
 from tests.support.hosts import Hosts, eventually
 from tests.support.invariants import check_invariants
-from tests.support.sites import SITES, Site
+from tests.support.sites import REF, SITES, WITHIN_S, Site, ended, gone, spec
 
-REF = SandboxRef("rl01234567-run.1.0a1b2c3d")
-WITHIN_S = 20.0
 SLEEPS = "import time; time.sleep(60)"
-
-
-def spec(program: str, sandbox: str = REF.sandbox, **more: Any) -> SandboxSpec:
-    command = ("python", "-c", program)
-    return SandboxSpec(
-        **{"sandbox": sandbox, "run_id": "run", "attempt": 1, "command": command, "env": {}, **more}
-    )
 
 
 @pytest.fixture(params=sorted(SITES))
@@ -36,26 +26,6 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 # Those that are a service somewhere, which may hang or fail.
 served = pytest.mark.parametrize("site", sorted(set(SITES) - {"local"}), indirect=True)
-
-
-async def ended(site: Site, ref: SandboxRef = REF) -> Inspection:
-    """What is said of a sandbox once its command is over."""
-
-    async def over() -> Inspection | None:
-        found = await site.provider.inspect(ref)
-        return None if found.state == "running" else found
-
-    found: Inspection = await eventually(over, within_s=WITHIN_S, every_s=0.05)
-    return found
-
-
-async def gone(site: Site, ref: SandboxRef = REF) -> None:
-    """Wait until the provider says that there is none."""
-
-    async def absent() -> bool:
-        return (await site.provider.inspect(ref)).state == "absent"
-
-    await eventually(absent, within_s=WITHIN_S, every_s=0.05)
 
 
 async def test_a_sandbox_from_its_making_to_its_end(site: Site) -> None:

@@ -20,10 +20,6 @@ from runtime.sandboxes.base import SandboxFault
 from sql.errors import InputRefused
 from tests.host.test_detached import hosting
 from tests.host.test_providers import (
-    REF,
-    ended,
-    gone,
-    spec,
     test_a_sandbox_from_its_making_to_its_end,
     test_how_a_command_ended_is_told,
 )
@@ -31,7 +27,7 @@ from tests.support import sandboxed
 from tests.support.fake_ray import Ray, pretended_ray
 from tests.support.hosts import ROOT, Hosts, eventually
 from tests.support.ray_cluster import RAY, marked, ray_cluster
-from tests.support.sites import Site
+from tests.support.sites import REF, Site, ended, gone, spec
 
 # The contract of every provider, on the real cluster.
 __all__ = ["test_a_sandbox_from_its_making_to_its_end", "test_how_a_command_ended_is_told"]

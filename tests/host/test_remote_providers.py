@@ -17,26 +17,16 @@ from runtime.sandboxes import DaytonaProvider, LocalProvider, ModalProvider, San
 from runtime.sandboxes.base import SandboxFault
 from runtime.sandboxes.remote import how_it_ended, limited, short_name
 from sql.errors import ConfigError, InputRefused
-from tests.support import sandboxed
+from tests.support import sandboxed, sites
 from tests.support.fake_daytona import API_KEY, ORGANIZATION, Daytona, pretended_daytona
 from tests.support.fake_modal import TOKEN_ID, TOKEN_SECRET, Modal, pretended_modal
 from tests.support.hosts import eventually
-
-REF = SandboxRef("rl01234567-run.1.0a1b2c3d")
-SLEEPS = ("python", "-c", "import time; time.sleep(60)")
+from tests.support.sites import REF
 
 
 def spec(**more: Any) -> SandboxSpec:
-    return SandboxSpec(
-        **{
-            "sandbox": REF.sandbox,
-            "run_id": "run",
-            "attempt": 1,
-            "command": SLEEPS,
-            "env": {"RUNLANE_RUNNER_TOKEN": "the-token"},
-            **more,
-        }
-    )
+    """One that sleeps, and has a secret."""
+    return sites.spec("import time; time.sleep(60)", env={"RUNLANE_RUNNER_TOKEN": "the-token"}, **more)
 
 
 @pytest.fixture

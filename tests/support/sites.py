@@ -1,6 +1,7 @@
 """Places where sandboxes can be made, for the contract that every provider keeps.
 
-Owns how each provider is put up for a test. A test says what must hold, the same for all of them.
+Owns how each provider is put up for a test, and what is asked for there. A test says what must hold, the same for all
+of them.
 """
 
 from __future__ import annotations
@@ -8,17 +9,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
 import trio
 
-from runtime.sandboxes import LocalProvider, RayProvider, SandboxProvider
+from runtime.sandboxes import Inspection, LocalProvider, RayProvider, SandboxProvider, SandboxRef, SandboxSpec
 from runtime.sandboxes.daytona import DaytonaProvider
 from runtime.sandboxes.modal import ModalProvider
 from tests.support.fake_daytona import API_KEY, pretended_daytona
 from tests.support.fake_modal import TOKEN_ID, TOKEN_SECRET, pretended_modal
 from tests.support.fake_ray import pretended_ray
+from tests.support.hosts import eventually
+
+REF = SandboxRef("rl01234567-run.1.0a1b2c3d")
+WITHIN_S = 20.0
 
 
 @attrs.define
@@ -85,3 +91,31 @@ SITES: dict[str, Callable[[Path], AbstractAsyncContextManager[Site]]] = {
     "modal": modal,
     "ray": ray,
 }
+
+
+def spec(program: str, sandbox: str = REF.sandbox, **more: Any) -> SandboxSpec:
+    """A sandbox that runs a Python program."""
+    command = ("python", "-c", program)
+    return SandboxSpec(
+        **{"sandbox": sandbox, "run_id": "run", "attempt": 1, "command": command, "env": {}, **more}
+    )
+
+
+async def ended(site: Site, ref: SandboxRef = REF) -> Inspection:
+    """What is said of a sandbox once its command is over."""
+
+    async def over() -> Inspection | None:
+        found = await site.provider.inspect(ref)
+        return None if found.state == "running" else found
+
+    found: Inspection = await eventually(over, within_s=WITHIN_S, every_s=0.05)
+    return found
+
+
+async def gone(site: Site, ref: SandboxRef = REF) -> None:
+    """Wait until the provider says that there is none."""
+
+    async def absent() -> bool:
+        return (await site.provider.inspect(ref)).state == "absent"
+
+    await eventually(absent, within_s=WITHIN_S, every_s=0.05)
