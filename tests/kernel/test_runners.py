@@ -345,7 +345,7 @@ async def test_an_obligation_is_there_before_the_sandbox_and_ends_confirmed(dsn:
         assert await reserve(kernel, item) == "reserved"
         # The host dies here: what it asked for is found by its name.
         await kernel.advance(121)
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=10, lease_s=30.0)
+        (due,) = await wanted(kernel)
         assert (due.sandbox, due.provider_id) == (name_of(item), None)
         assert await detach(kernel, item) == "lost"  # too late: it is being deleted
         assert (
@@ -355,7 +355,7 @@ async def test_an_obligation_is_there_before_the_sandbox_and_ends_confirmed(dsn:
         await kernel.advance(5)
         await sandboxes.postpone(kernel.session, due, delay_s=1.0)
         await kernel.advance(1)
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=8, limit=10, lease_s=30.0)
+        (due,) = await wanted(kernel, token=8)
         assert due.accepted_at == accepted_at
         confirm = sandboxes.confirm
         assert await confirm(kernel.session, due, outcome="deleted", routing_domain="eu") == "completed"
@@ -380,7 +380,7 @@ async def test_compute_is_told_once_and_by_the_databases_clock(dsn: str, schema:
         assert (await push(kernel, item)).answer == "settled"
         assert (await pass_()).postponed == 1  # its sandbox still stands
         await kernel.advance(10)
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=10, lease_s=30.0)
+        (due,) = await wanted(kernel)
         await sandboxes.accept(kernel.session, due, outcome="deleted", routing_domain=None)
         await kernel.advance(30)
         assert (
@@ -418,7 +418,7 @@ async def test_sandboxes_are_limited_until_their_provider_takes_the_deletion(
         assert (limit.kind, limit.name, limit.max_running, limit.running) == (kind, name, 1, 1)
         assert (await push(kernel, one)).answer == "settled"
         assert await reserve(kernel, two) == "full"  # over, but it still stands
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        (due,) = await wanted(kernel)
         await sandboxes.accept(kernel.session, due, outcome="deleted", routing_domain=None)
         assert await reserve(kernel, two) == "reserved"
         assert await reserve(kernel, two) == "reserved"  # asked again: it takes up one place
@@ -559,7 +559,7 @@ async def test_what_is_known_of_a_sandboxs_end_is_kept_with_it_after_it_is_gone(
         end = {"exit_code": 137, "output_tail": "killed"}
         await sandboxes.record_diagnostics(kernel.session, name_of(item), end)
         await push(kernel, item, "failed", payload='{"error": {"message": "no"}}')
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        (due,) = await wanted(kernel)
         for step in (sandboxes.accept, sandboxes.confirm):
             await step(kernel.session, due, outcome="deleted", routing_domain="eu")
         (record,) = await sandboxes.read(kernel.session, run_id=item.run_id)
@@ -577,10 +577,10 @@ async def test_what_nobody_has_seen_may_still_come_into_being(dsn: str, schema: 
         item = await kernel.started()
         assert await reserve(kernel, item) == "reserved"
         await sandboxes.give_up(kernel.session, [name_of(item)])
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        (due,) = await wanted(kernel)
         assert not due.certain
         await kernel.advance(120)
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=8, limit=9, lease_s=30.0)
+        (due,) = await wanted(kernel, token=8)
         assert due.certain
 
 
@@ -695,7 +695,7 @@ async def test_what_its_provider_never_takes_is_billed_to_a_ceiling_once(
             "runner": 20.0,
             "late_sandbox": billed_s,
         }
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        (due,) = await wanted(kernel)
         assert (
             await sandboxes.confirm(kernel.session, due, outcome="deleted", routing_domain=None)
         ) == "completed"
@@ -727,7 +727,7 @@ async def test_a_lost_runner_is_billed_until_its_provider_saw_it_end(
             await sandboxes.record_diagnostics(kernel.session, silent.sandbox, found)
         assert await judge(kernel, silent) == "done"
         assert await kernel.cancel(item.run_id) == "cancelled"
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        (due,) = await wanted(kernel)
         await sandboxes.accept(kernel.session, due, outcome="deleted", routing_domain=None)
         await kernel.advance(60)
         assert (await billing.finalise(kernel.session, limit=9, grace_s=60.0, again_s=1.0)).finalised == 1
@@ -744,7 +744,7 @@ async def test_what_a_deletion_found_is_billed_though_nobody_wrote_down_that_it_
         assert await reserve(kernel, item) == "reserved"
         await kernel.complete(item)
         await kernel.advance(120)
-        (due,), _ = await sandboxes.claim_cleanup(kernel.session, [PROVIDER], token=7, limit=9, lease_s=30.0)
+        (due,) = await wanted(kernel)
         await sandboxes.accept(kernel.session, due, outcome="deleted", routing_domain=None)
         assert (await billing.finalise(kernel.session, limit=9, grace_s=60.0, again_s=1.0)).finalised == 1
         (record,) = await billing.read(kernel.session)
