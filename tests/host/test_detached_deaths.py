@@ -17,7 +17,7 @@ import trio
 
 from runtime.detached import GATEWAY, TOKEN
 from runtime.runner import GatewayClient, RunnerGone
-from tests.support.doomed import POINTS, Filed, attempts_after, play_of
+from tests.support.doomed import PLAYS, POINTS, Filed, attempts_after
 from tests.support.hosts import QUICK, ROOT, Hosts, eventually
 
 BUDGETS: dict[str, Any] = {
@@ -71,10 +71,9 @@ async def test_a_host_that_dies_at_any_step_loses_nothing(hosts: Hosts, tmp_path
     provider = Filed(tmp_path / "boxes")
     provider.folder.mkdir()
     settings = {"dsn": hosts.dsn, "schema": hosts.schema, "notify": hosts.notify, **QUICK, **BUDGETS}
-    plays = [play_of(point) for point in POINTS]
     runners = Runners(provider.folder)
     run_ids = {}
-    async with hosts.open(*plays, sandboxes={"filed": provider}, **BUDGETS):
+    async with hosts.open(*PLAYS.values(), sandboxes={"filed": provider}, **BUDGETS):
         pass  # the plays are known now
     async with hosts.open() as rt:
         for point in POINTS:
@@ -93,7 +92,7 @@ async def test_a_host_that_dies_at_any_step_loses_nothing(hosts: Hosts, tmp_path
         assert [json.loads(line) for line in died.stdout.splitlines()] == [
             {"point": point, "died": True} for point in POINTS
         ]
-        async with hosts.open(*plays, sandboxes={"filed": provider}, **BUDGETS) as rt:
+        async with hosts.open(*PLAYS.values(), sandboxes={"filed": provider}, **BUDGETS) as rt:
             runners.learn(f"http://127.0.0.1:{rt.health_port}")
             found = {point: await rt.handle(run_id).result(timeout=30) for point, run_id in run_ids.items()}
             assert found == {point: attempts_after(point) for point in POINTS}

@@ -48,19 +48,20 @@ _SURVIVES_S = 30.0
 
 def attempts_after(point: str) -> int:
     """Which attempt completes the run whose first host dies there."""
-    return (
-        2
-        if point.removeprefix("before-").removeprefix("after-") in _LAUNCH and point != "after-detach"
-        else 1
-    )
+    handed_over = point == "after-detach" or point.partition("-")[2] not in _LAUNCH
+    return 1 if handed_over else 2
 
 
-def play_of(point: str) -> Play:
-    """The play of a point. It never runs here."""
-
+def _play_of(point: str) -> Play:
     async def nothing(ctx: Context, data: dict[str, Any]) -> None: ...
 
     return play(point, sandbox="filed", ceiling_s=600)(nothing)
+
+
+PLAYS = {point: _play_of(point) for point in POINTS}
+"""The play of each point. None of them ever runs here."""
+
+globals().update(PLAYS)  # a host takes only plays that their runners would find at the top level of a module
 
 
 @attrs.define
@@ -129,17 +130,14 @@ async def _host(settings: dict[str, Any], folder: Path, point: str) -> None:
     doom = _Doom(point)
     for name, door in _DOORS.items():
         setattr(door, name, doom.wrapped(name, getattr(door, name)))
-    provider: Any = Filed(folder)
 
     class Doomed(Filed):
         create = doom.wrapped("create", Filed.create)
         inspect = doom.wrapped("inspect", Filed.inspect)
         delete = doom.wrapped("delete", Filed.delete)
 
-    provider = Doomed(folder)
-    async with Runtime.open(
-        RuntimeConfig(**settings), plays=[play_of(point)], sandboxes={"filed": provider}
-    ) as runtime:
+    config = RuntimeConfig(**settings)
+    async with Runtime.open(config, plays=[PLAYS[point]], sandboxes={"filed": Doomed(folder)}) as runtime:
         await runtime.wait_for_signal()
 
 
