@@ -82,9 +82,8 @@ async def test_a_sweep_that_finds_the_run_locked_leaves_its_wake_and_hides_nobod
         first, second = await kernel.started(), await kernel.started()
         await kernel.park_on(second, ANSWER)
         await parking.begin()
-        await parking.doors(kernel).park_on(
-            first, ANSWER
-        )  # still open, it has not seen the event that comes now
+        # Still open: it has not seen the event that comes now.
+        await parking.doors(kernel).park_on(first, ANSWER)
         assert await kernel.send(first.run_id, "answer", 1) == "kept"
         assert await kernel.send(second.run_id, "answer", 2) == "delivered"
         assert await kernel.sweep_wakes(1) == (1, True)
