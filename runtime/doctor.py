@@ -15,7 +15,7 @@ from runtime.config import RuntimeConfig
 from runtime.host import session_options
 from sql import deployment, doctor, status
 from sql.connection import Session, open_session
-from sql.errors import HostTooOld, RunlaneError
+from sql.errors import HostTooOld, MissingRights, RunlaneError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
@@ -49,13 +49,20 @@ async def examine(config: RuntimeConfig) -> list[Finding]:
         found = [
             *_server(server, clock_off_s),
             _connections(server),
-            _held(await doctor.read_holder(session)),
+            _held(await doctor.read_holder(session), server),
             await _notifications(config),
         ]
-        ready = await _schema(session)
-        found.append(ready)
-        if ready.state == OK:
-            found += await _work(session)
+        try:
+            ready = await _schema(session)
+            found.append(ready)
+            if ready.state == OK:
+                found += await _work(session)
+        except MissingRights as error:
+            found.append(
+                Finding(
+                    "rights", PROBLEM, f"{server.role}: {error}", "grant what Deploying in the README says"
+                )
+            )
         return found
 
 
@@ -107,8 +114,15 @@ def _connections(server: doctor.Server) -> Finding:
     return Finding("connections", OK, says)
 
 
-def _held(holder: doctor.Holder | None) -> Finding:
+def _held(holder: doctor.Holder | None, server: doctor.Server) -> Finding:
     if holder is None or (holder.age_s is not None and holder.age_s < _HELD_S):
+        if server.hidden_snapshots:
+            return Finding(
+                "snapshots",
+                WARNING,
+                f"held by {server.hidden_snapshots} sessions of other roles, for how long {server.role} may not see",
+                f"GRANT pg_read_all_stats TO {server.role}, and look again",
+            )
         return Finding("snapshots", OK, "nothing keeps dead rows for long")
     since = "" if holder.age_s is None else f", open for {holder.age_s:.0f} s"
     return Finding(

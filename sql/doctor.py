@@ -16,7 +16,7 @@ from sql.connection import Session
 
 _SERVER = """
 SELECT current_setting('server_version') AS version, current_setting('server_version_num')::integer AS version_number,
-       current_user::text AS role, pg_is_in_recovery() AS standby,
+       quote_ident(current_user) AS role, pg_is_in_recovery() AS standby,
        current_setting('fsync')::boolean AS fsync, current_setting('full_page_writes')::boolean AS full_page_writes,
        -- As a new session has it, not as ours was told.
        (SELECT reset_val FROM pg_settings WHERE name = 'synchronous_commit') AS synchronous_commit,
@@ -25,9 +25,13 @@ SELECT current_setting('server_version') AS version, current_setting('server_ver
        extract(epoch FROM clock_timestamp())::double precision AS clock,
        current_setting('max_connections')::integer
            - current_setting('superuser_reserved_connections')::integer AS most_connections,
-       (SELECT count(*)::integer FROM pg_stat_activity WHERE backend_type = 'client backend') AS connections,
+       -- Of other roles' sessions most is hidden from a role without pg_read_all_stats, their type too; this is not.
+       (SELECT sum(numbackends)::integer FROM pg_stat_database) AS connections,
        (SELECT count(*)::integer FROM pg_stat_activity
-         WHERE backend_type = 'client backend' AND application_name LIKE 'runlane%') AS our_connections
+         WHERE backend_type = 'client backend' AND application_name LIKE 'runlane%') AS our_connections,
+       (SELECT count(*)::integer FROM pg_stat_activity
+         WHERE backend_type IS NULL AND usesysid IS NOT NULL
+           AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)) AS hidden_snapshots
 """
 
 # What keeps dead rows from being removed, the oldest first: sessions, prepared transactions, replication slots.
@@ -129,8 +133,9 @@ SELECT p.receiver FROM pending p
 
 @attrs.frozen(slots=True, kw_only=True)
 class Server:
-    """The server and the role. ``clock`` is its time, in seconds since the epoch. ``synchronous_commit`` is as a new
-    session of the role has it. Connections are counted over all databases; ``our_connections`` are runlane's."""
+    """The server and the role, quoted where SQL needs that. ``clock`` is its time, in seconds since the epoch.
+    ``synchronous_commit`` is as a new session of the role has it. Connections are counted over all databases;
+    ``our_connections`` are runlane's. ``hidden_snapshots``: sessions that hold one, but may not be looked at."""
 
     version: str
     version_number: int
@@ -145,6 +150,7 @@ class Server:
     most_connections: int
     connections: int
     our_connections: int
+    hidden_snapshots: int
 
 
 @attrs.frozen(slots=True)
@@ -183,7 +189,7 @@ async def read_server(session: Session) -> Server:
 
 
 async def read_holder(session: Session) -> Holder | None:
-    """What holds the oldest snapshot besides this session; None: nothing does."""
+    """What holds the oldest snapshot besides this session; None: nothing does that the role may look at."""
     row = await session.fetchrow(_HOLDERS)
     return None if row is None else Holder(**dict(row))
 

@@ -535,6 +535,7 @@ def test_lanes_are_shown_retried_and_skipped(runlane: Command, dsn: str, schema:
     assert again.json == {"run_id": "bad", "lane": "lifecycle", "first": 1, "through": 1}
     assert "is the next one anyway" in runlane("lanes", "redeliver", "bad", "1", "--because", "restored").out
     runlane("lanes", "redeliver", "bad", "3", "--because", "x").refused(2, "seq", "facts from 1 on")
+    assert runlane("lanes", "redeliver", "bad", str(2**31), "--because", "x").code == 2
     told = runlane("lanes", "journal", "bad", "--json").json
     assert [(entry["verb"], entry["by"], entry["because"]) for entry in told["journal"]] == [
         ("redeliver", "command line", "restored"),

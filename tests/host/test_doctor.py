@@ -100,6 +100,27 @@ async def test_who_holds_a_snapshot_is_named(hosts: Hosts, monkeypatch: pytest.M
         await caller.rollback()
 
 
+async def test_a_role_that_may_see_little_is_told_what(hosts: Hosts) -> None:
+    role = f'"Odd-{hosts.schema}"'
+    as_role = hosts.dsn.replace("postgres@", f"Odd-{hosts.schema}@", 1)
+    assert as_role != hosts.dsn
+    await hosts.ask(f"CREATE ROLE {role} LOGIN")
+    try:
+        async with hosts.open(echo), open_caller(hosts.dsn, hosts.schema) as caller:
+            await caller.begin("repeatable read")
+            await caller.fetchval("SELECT pg_backend_pid()")
+            all_ = await found(hosts)
+            now = await found(hosts, dsn=as_role)
+            await caller.rollback()
+    finally:
+        await hosts.ask(f"DROP ROLE {role}")
+    assert now["server"].says.endswith(f"as {role}")
+    assert f"permission denied for schema {hosts.schema}" in now["rights"].says
+    assert now["snapshots"].advice == f"GRANT pg_read_all_stats TO {role}, and look again"
+    # Connections come and go meanwhile, but those of the host are seen by both.
+    assert min(int(one["connections"].says.split()[0]) for one in (all_, now)) > 8
+
+
 async def test_a_pooler_without_a_direct_address_cannot_listen(hosts: Hosts) -> None:
     finding = (await found(hosts, pooled=True, notify=True))["notifications"]
     assert finding.state == doctor.PROBLEM
@@ -127,6 +148,7 @@ WELL = Server(
     most_connections=100,
     connections=10,
     our_connections=1,
+    hidden_snapshots=0,
 )
 
 
@@ -141,13 +163,18 @@ WELL = Server(
         ({"autovacuum": False}, 0, "autovacuum", doctor.PROBLEM, "turn it on"),
         ({}, -60, "clock", doctor.WARNING, "behind"),
         ({"connections": 81}, 0, "connections", doctor.WARNING, "max_connections"),
+        ({"hidden_snapshots": 1}, 0, "snapshots", doctor.WARNING, "GRANT pg_read_all_stats TO app"),
     ],
 )
 def test_each_setting_is_judged(
     wrong: dict[str, Any], off_s: float, check: str, state: str, word: str
 ) -> None:
     def bad(server: Server, off_s: float) -> list[doctor.Finding]:
-        findings = [*doctor._server(server, off_s), doctor._connections(server)]
+        findings = [
+            *doctor._server(server, off_s),
+            doctor._connections(server),
+            doctor._held(Holder("session", "pid 1", 1.0), server),
+        ]
         return [finding for finding in findings if finding.state != doctor.OK]
 
     assert bad(WELL, 0) == []
@@ -164,7 +191,7 @@ def test_each_setting_is_judged(
     ],
 )
 def test_what_keeps_dead_rows_is_named(holder: Holder, word: str) -> None:
-    finding = doctor._held(holder)
+    finding = doctor._held(holder, WELL)
     assert finding.state == doctor.WARNING
     assert holder.what in finding.says
     assert word in str(finding.advice)
