@@ -27,6 +27,7 @@ from actors.core import Mailbox
 from actors.rates import Acquire, Release
 from actors.receipts import StepClaim, StepEnd
 from runtime.asgi import json_response, read_body
+from runtime.codec import MAX_INT_DIGITS
 from runtime.ids import child_run_id
 from runtime.runner_tokens import Bearer, RunnerRefused, RunnerTokens
 from runtime.submit import Submit
@@ -496,9 +497,9 @@ _UNSTORABLE = re.compile("[\ud800-\udfff]")
 
 
 def _json_text(field: str, text: str) -> str:
-    """JSON text that the database takes, as it came."""
+    """JSON text that the database takes and everybody can read again, as it came."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_int=_whole, parse_float=_decimal)
     except (ValueError, RecursionError) as error:
         raise GatewayRefused(400, "malformed", f"[{field!r}]: not JSON: {error}") from None
     # Escaped ones are seen in what they stand for.
@@ -576,6 +577,20 @@ def _checked_waits(waits: Any) -> str:
         except (ValueError, OverflowError) as error:
             raise GatewayRefused(400, "malformed", f"['waits']: until is not a moment: {error}") from None
     return json.dumps(waits)
+
+
+def _whole(digits: str) -> int:
+    if len(digits.lstrip("-")) > MAX_INT_DIGITS:
+        raise ValueError(f"a number of more than {MAX_INT_DIGITS} digits")
+    return int(digits)
+
+
+def _decimal(text: str) -> float:
+    """No number that Postgres would write out in so many digits that nobody could read it again."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"a number that is too large: {text[:40]}")
+    return value
 
 
 def _no_constant(name: str) -> Any:

@@ -251,6 +251,12 @@ async def test_a_result_that_could_not_be_settled_is_not_kept(hosts: Hosts) -> N
                 )
                 assert said.status_code == 400
                 assert told in said.json()["message"]
+            for number in ("1e400", "1E+131071", "-" + "9" * 641):  # a host that reads it would crash
+                said = await client.post(
+                    "/v1/runner/result", json={"outcome": "completed", "payload": f'{{"output": [{number}]}}'}
+                )
+                assert said.status_code == 400
+                assert "a number" in said.json()["message"]
             assert await hosts.value("SELECT count(*) FROM @.runner_results") == 0
             said = await client.post(
                 "/v1/runner/result",
