@@ -305,7 +305,8 @@ def census_with(provider: SandboxProvider, tag: str) -> Census:
 
     async def census() -> Sequence[str]:
         try:
-            return [name for name in await provider.names() if name.startswith(f"{tag}-")]
+            ours = [name for name in await provider.names() if name.startswith(f"{tag}-")]
+            return [scrub(name, _MOST_WORDS) for name in ours]
         except Exception as exc:  # the provider's own: nothing is known
             log.warning("event=census_failed provider=%s error=%r", provider.key, exc)
             return []

@@ -10,14 +10,15 @@ import attrs
 import pytest
 
 from actors.liveness import Judgement
-from runtime.detached import judge_with
-from runtime.sandboxes import Created, Inspection, SandboxRef
+from runtime.detached import census_with, judge_with
+from runtime.sandboxes import Created, Inspection, SandboxRef, SandboxSpec
 from runtime.sandboxes.base import SandboxFault
 from sql.runners import Silent
 from tests.support.sandboxed import Pretended
 
 HEARD_AT = datetime(2026, 1, 1, tzinfo=UTC)
 TIMEOUT_S = 60.0
+SPEC = SandboxSpec(sandbox="box", run_id="run", attempt=1, command=(), env={})
 
 
 @attrs.define
@@ -149,3 +150,9 @@ async def test_one_that_was_over_before_its_ceiling_is_lost_and_not_too_late(
     assert found.verdict is not None
     assert found.verdict.verdict == verdict
     assert ("exit code 3" in found.verdict.error) is (says.diagnostics.get("exit_code") == 3)
+
+
+async def test_names_that_cannot_be_written_down_are_counted_all_the_same() -> None:
+    provider = Pretended()
+    provider.specs = dict.fromkeys(["tag-a", "tag-\udcff", "other-b"], SPEC)
+    assert list(await census_with(provider, "tag")()) == ["tag-a", "tag-\\udcff"]
