@@ -113,7 +113,10 @@ async def test_what_a_runner_used_comes_with_its_own_result_alone(dsn: str, sche
                 assert not KEYS & set(said)
                 continue
             assert {key: said["performance"][key] for key in said["performance"] if key == "usage"} == shown
-            assert said["performance"]["sandbox_s"] >= 0
+            spent = said["performance"]
+            assert spent["host_s"] == 0
+            assert spent["sandbox_s"] == pytest.approx(spent["total_s"] - spent["queued_s"], abs=2e-6)
+            assert spent["sandbox_s"] > 0
         item = await detached(kernel, **asking("full"))
         await push(kernel, item, payload=json.dumps({"output": {"usage": USAGE, "performance": USAGE}}))
         said = await terminal(kernel, item.run_id)
