@@ -274,7 +274,7 @@ _VIOLATIONS = {
         HAVING array_agg(e.type ORDER BY e.happened_at, e.type) <> '{delete_accepted,delete_confirmed}'""",
 }
 _BILLS = """
-SELECT s.sandbox, a.outcome, a.error ->> 'message' AS error, extract(epoch FROM a.ended_at)::float8 AS judged,
+SELECT s.sandbox, s.custody_at IS NULL AS unseen, a.outcome, a.error ->> 'message' AS error, extract(epoch FROM a.ended_at)::float8 AS judged,
        extract(epoch FROM w.started_at)::float8 AS runner_from, extract(epoch FROM w.ended_at)::float8 AS runner_to,
        extract(epoch FROM b.started_at)::float8 AS box_from, extract(epoch FROM b.ended_at)::float8 AS box_to
   FROM @.sandboxes s
@@ -408,6 +408,9 @@ async def _billed(hosts: Hosts, field: Field) -> dict[str, Any]:
         last, first = max(life.ended, life.ended + end) + _BILL_S, min(life.ended, life.ended + end) - _BILL_S
         if abs(end) > _BILL_S and any(since < last and first < until for since, until in field.away):
             excused, end = excused + 1, 0.0
+        if begin < -_BILL_S and bill["unseen"]:
+            # Its host died before it could write down that it was there: it counts from when it was asked for.
+            excused, begin = excused + 1, 0.0
         begins.append(begin)
         ends.append(end)
         if abs(begin) > _BILL_S or abs(end) > _BILL_S:
