@@ -274,7 +274,8 @@ _VIOLATIONS = {
         HAVING array_agg(e.type ORDER BY e.happened_at, e.type) <> '{delete_accepted,delete_confirmed}'""",
 }
 _BILLS = """
-SELECT s.sandbox, s.custody_at IS NULL AS unseen, a.outcome, a.error ->> 'message' AS error, extract(epoch FROM a.ended_at)::float8 AS judged,
+SELECT s.sandbox, s.custody_at IS NULL AS unseen, a.outcome, a.error ->> 'message' AS error,
+       extract(epoch FROM a.ended_at)::float8 AS judged,
        extract(epoch FROM w.started_at)::float8 AS runner_from, extract(epoch FROM w.ended_at)::float8 AS runner_to,
        extract(epoch FROM b.started_at)::float8 AS box_from, extract(epoch FROM b.ended_at)::float8 AS box_to
   FROM @.sandboxes s
