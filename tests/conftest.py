@@ -34,6 +34,8 @@ __all__ = ["run_inline", "runlane"]  # fixtures, as users have them
 def pytest_configure() -> None:
     # `timeout` and CI systems end a run with SIGTERM; fixtures must then stop their servers as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A run in the background of a script ignores Ctrl-C, and so would every program that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The time of one example says more about the machine than about the code.
     hypothesis.settings.register_profile("runlane", deadline=None)
     hypothesis.settings.load_profile("runlane")
