@@ -232,11 +232,14 @@ class DetachedModel:
         locked: bool = False,
     ) -> tuple[str, bool]:
         """``locked``: somebody holds the run at that moment."""
-        if attempt not in self.were or (attempt, token) not in run.fences:
+        known = attempt in self.were and (attempt, token) in run.fences
+        if known:
+            self.results.setdefault(attempt, result)
+        kept = self.results.get(attempt)
+        if kept is not None and (not locked or attempt in run.ended):
+            self.settle(run, now, attempt)  # whoever asks
+        if kept is None or not known:
             return "unknown", False
-        kept = self.results.setdefault(attempt, result)
-        if not locked or attempt in run.ended:
-            self.settle(run, now, attempt)
         first = (kept.outcome, kept.payload, kept.waits) == (result.outcome, result.payload, result.waits)
         if not kept.settled:
             return "recorded", first

@@ -55,7 +55,6 @@ class DetachedRules(Machine):
 
     # --- sandboxes -----------------------------------------------------------------------------------
 
-    @precondition(Machine.begun)
     @rule(
         pick=index,
         stale=seldom,
@@ -67,14 +66,27 @@ class DetachedRules(Machine):
     def start_in_a_sandbox(
         self, pick: int, stale: bool, provider: str, then: str, timeout: float, ceiling: float
     ) -> None:
-        """As far as a host gets."""
-        run, item = self.fence(pick, stale)
+        """As far as a host gets with an attempt that it has, or with a new one."""
+        if not stale and not self.of_hosts():
+            self.submit(claimed=True, org="o" if pick % 2 else None)  # which a limit may hold back
+        live = self.of_hosts()
+        if not stale and live:
+            run = live[pick % len(live)]
+            item = Claimed(run.run_id, run.attempt, run.token or 0, run.play, "null")
+        elif self.begun():
+            run, item = self.fence(pick, stale=True)
+        else:
+            return
         name = name_of(run, item.attempt)
         self.reserve(run, item, name, provider)
         if name in run.detached.sandboxes and "keep" in then:
             self.keep_custody(name, run.detached.sandboxes[name], "here")
         if name in run.detached.sandboxes and "detach" in then:
             self.detach(run, item.attempt, item.token, timeout, ceiling)
+
+    def of_hosts(self) -> list[RunModel]:
+        """Runs with a live attempt that is not detached."""
+        return [run for run in self.model.runs.values() if run.status == "running" and run.owner != 0]
 
     def reserve(self, run: RunModel, item: Claimed, name: str, provider: str) -> None:
         reservation = sandboxes.Reservation(run.run_id, item.attempt, item.token, name, provider)
@@ -129,14 +141,18 @@ class DetachedRules(Machine):
             box.want(self.model.now)
         self.twice(sandboxes.give_up, self.kernel.session, [name])
 
-    @precondition(lambda self: self.boxes(lambda box: box.claimable(self.model.now)) or self.obligations)
+    @precondition(lambda self: self.boxes())
     @rule(
         asked=providers,
         limit=st.integers(1, 3),
-        picks=st.lists(st.tuples(index, ends, domains), max_size=3),
+        picks=st.lists(st.tuples(index, ends, domains), max_size=4),
+        seconds=st.sampled_from([0.0, 0.0, 31.0]),
     )
-    def clean_up(self, asked: list[str], limit: int, picks: list[tuple[int, str, str | None]]) -> None:
+    def clean_up(
+        self, asked: list[str], limit: int, picks: list[tuple[int, str, str | None]], seconds: float
+    ) -> None:
         """``picks``: what becomes of anything that was ever claimed, mostly of the latest."""
+        self.advance(seconds)
         self.claim_cleanup(asked, limit)
         for pick, end, domain in picks:
             if self.obligations:
@@ -161,7 +177,7 @@ class DetachedRules(Machine):
             assert taken <= boxes.keys()
             left = [box.due for name, box in boxes.items() if name not in taken]
             assert all(boxes[name].due <= other for name in taken for other in left)
-        known = {name: box for name, box, _ in self.boxes()}
+        known, order = {name: box for name, box, _ in self.boxes()}, self.order()
         for one in found:
             box = known[one.sandbox]
             box.claim(now, token, CLEANUP_S)
@@ -169,7 +185,7 @@ class DetachedRules(Machine):
                 box.provider_id, box.domain, box.attempt, box.tries, box.failures, box.accepted,
             )  # fmt: skip
             assert one.certain == (box.custody is not None or box.certain <= now)
-        self.obligations += found
+        self.obligations += sorted(found, key=lambda one: (order[one.run_id], one.attempt))
 
     def end_cleanup(self, pick: int, end: str, domain: str | None) -> None:
         item = self.obligations[pick]
@@ -230,11 +246,15 @@ class DetachedRules(Machine):
         assert self.twice(runners.detach, self.kernel.session, [item]) == [expected]
 
     def a_runner(self, pick: int, stale: bool) -> tuple[RunModel, int, int]:
-        """A runner's fence: mostly of one that works."""
+        """A runner's fence: mostly of one that works, else of one that did or of a host's attempt."""
         live = [run for run in self.model.runs.values() if run.detached.runner is not None]
+        over = [(run, attempt) for run in self.model.runs.values() for attempt in run.detached.were]
         if live and not stale:
             run = live[pick % len(live)]
             return run, run.attempt, run.token or 0
+        if over and pick % 4:
+            run, attempt = over[pick % len(over)]
+            return run, attempt, dict(run.fences)[attempt]
         run, item = self.fence(pick, stale)
         return run, item.attempt, item.token
 
@@ -244,9 +264,7 @@ class DetachedRules(Machine):
         run, attempt, token = self.a_runner(pick, stale)
         token += wrong and pick % 2
         for _ in range(2):
-            expected = run.detached.beat(run, self.model.now, attempt, token)
-            beats = [runners.Beat(run.run_id, attempt, token)]
-            assert self.do(runners.beat, self.kernel.session, beats) == [expected]
+            self.hear(run, attempt, token)
 
     @precondition(Machine.begun)
     @rule(
@@ -275,26 +293,38 @@ class DetachedRules(Machine):
         """``locked``: somebody holds the run's row at that moment; the result is kept all the same."""
         run, attempt, token = self.a_runner(pick, stale)
         token += wrong and pick % 2
+        for held in (locked, False):
+            self.push(run, attempt, token, outcome, delay, most, waits, locked=held)
+            if held and pick % 3:  # nobody asks again: the sweep has to find it
+                return
+
+    def push(
+        self,
+        run: RunModel,
+        attempt: int,
+        token: int,
+        outcome: str,
+        delay: float,
+        most: float,
+        waits: list[Wait],
+        *,
+        locked: bool,
+    ) -> None:
         outage, stood = outcome == "outage", of_run(run, waits) if outcome == "parked" else []
         outcome = "deferred" if outage else outcome
-        payload = {"error": {"kind": "out", "message": "no"}, "said": self.token()}
+        payload = {"error": {"kind": "out", "message": "no"}}
         result = ResultModel(outcome, payload, self.model.now, delay, stood, most if outage else None)
         item = settle.Settlement(
             run.run_id, attempt, token, outcome, json.dumps(payload), delay, waits_text(stood), result.most_s,
             json.dumps({"error": {"message": "out for too long"}}),
         )  # fmt: skip
-        for held in (locked, False):
-            if held:
-                self.do(
-                    self.portal.hold, "SELECT 1 FROM @schema@.runs WHERE run_id = $1 FOR UPDATE", run.run_id
-                )
-            expected = run.detached.push(run, self.model.now, attempt, token, result, locked=held)
-            (answer,) = self.do(runners.push, self.kernel.session, [item])
-            if held:
-                self.do(self.portal.let_go)
-            assert (answer.answer, answer.first) == expected
-            if held and pick % 3:  # nobody asks again: the sweep has to find it
-                return
+        if locked:
+            self.do(self.portal.hold, "SELECT 1 FROM @schema@.runs WHERE run_id = $1 FOR UPDATE", run.run_id)
+        expected = run.detached.push(run, self.model.now, attempt, token, result, locked=locked)
+        (answer,) = self.do(runners.push, self.kernel.session, [item])
+        if locked:
+            self.do(self.portal.let_go)
+        assert (answer.answer, answer.first) == expected
 
     def unsettled(self) -> list[tuple[RunModel, int]]:
         return [
@@ -315,25 +345,35 @@ class DetachedRules(Machine):
     @precondition(lambda self: any(run.detached.runner is not None for run in self.model.runs.values()))
     @rule(
         asked=providers,
-        seconds=st.sampled_from([0.0, 21.0, 51.0]),
-        heard=seldom,
-        verdicts=st.lists(st.tuples(index, st.booleans()), max_size=2),
+        seconds=st.sampled_from([0.0, 21.0, 51.0, 51.0]),
+        meanwhile=st.sampled_from(["", "beat", "result", "request"]),
+        verdicts=st.lists(st.tuples(index, st.booleans()), min_size=1, max_size=2),
     )
     def look_and_judge(
-        self, asked: list[str], seconds: float, heard: bool, verdicts: list[tuple[int, bool]]
+        self, asked: list[str], seconds: float, meanwhile: str, verdicts: list[tuple[int, bool]]
     ) -> None:
-        """``heard``: a runner says something while its provider is asked. ``verdicts``: on all that was ever found."""
+        """``meanwhile``, while the provider is asked: the runner is heard of, says its last word to a host that cannot
+        have the run, or somebody asks to cancel. ``verdicts``: on all that was ever found, mostly the latest."""
         self.look(asked, seconds)
-        if heard and self.silent:
-            self.hear(self.silent[-1].run_id)
+        if self.silent:
+            run = self.model.runs[self.silent[-1].run_id]
+            attempt, token = run.attempt, run.token or 0
+            if meanwhile == "beat":
+                self.hear(run, attempt, token)
+            elif meanwhile == "result":
+                self.push(run, attempt, token, "completed", 0.0, 0.0, [], locked=True)
+            elif meanwhile == "request" and not run.over:
+                statement = "SELECT @schema@.cancel_run($1, jsonb_build_object('request_id', 'now'))"
+                assert self.do(self.kernel.fetchval, statement, run.run_id) == "pending"
+                if "now" not in {mark for _, mark in run.marks}:
+                    run.marks.append((self.model.now, "now"))
         for pick, lost in verdicts:
             if self.silent:
                 self.judge(-1 if pick % 3 else pick % len(self.silent), lost)
 
-    def hear(self, run_id: str) -> None:
-        run = self.model.runs[run_id]
-        expected = run.detached.beat(run, self.model.now, run.attempt, run.token or 0)
-        beats = [runners.Beat(run_id, run.attempt, run.token or 0)]
+    def hear(self, run: RunModel, attempt: int, token: int) -> None:
+        expected = run.detached.beat(run, self.model.now, attempt, token)
+        beats = [runners.Beat(run.run_id, attempt, token)]
         assert self.do(runners.beat, self.kernel.session, beats) == [expected]
 
     def look(self, asked: list[str], seconds: float) -> None:
@@ -357,7 +397,8 @@ class DetachedRules(Machine):
             one.run_id: (one.attempt, one.token, one.sandbox, at(one.heartbeat_at), one.finding)
             for one in found
         } == expected
-        self.silent += found
+        order = self.order()
+        self.silent += sorted(found, key=lambda one: order[one.run_id])
 
     def judge(self, pick: int, lost: bool) -> None:
         """Whoever is past the ceiling may be found to be gone as well."""

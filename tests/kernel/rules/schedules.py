@@ -106,7 +106,7 @@ class ScheduleRules(Machine):
         }
         later = [known.next - now for known in going.values() if known.next > now]
         assert next_due_s == min(later, default=None)
-        self.seen += found
+        self.seen += sorted(found, key=lambda one: one.name)
 
     def fire(self, pick: int, keep: bool) -> None:
         due = self.seen[pick % len(self.seen)]
