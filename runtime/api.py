@@ -409,8 +409,6 @@ class Verbs:
         What follows is delivered under keys of a new generation. ``because`` is kept in the journal, as is ``by``.
         Raises InputRefused for a lane that is not blocked and for a fact that is not in its blocked prefix.
         """
-        if _words("because", because) is None:
-            raise InputRefused("because", "say why: what is skipped never reaches the ledger")
         return await self._on_facts(journal.skip_lane, run_id, seq, lane, because, by)
 
     async def redeliver_lane(
@@ -428,8 +426,6 @@ class Verbs:
         ``because`` is kept in the journal, as is ``by``. Raises InputRefused for a run without such a lane and for a
         fact that has yet to be delivered.
         """
-        if _words("because", because) is None:
-            raise InputRefused("because", "say why: the ledger gets facts that it had before")
         return await self._on_facts(journal.redeliver_lane, run_id, seq, lane, because, by)
 
     async def _on_facts(
@@ -438,7 +434,7 @@ class Verbs:
         ids.check_run_id(run_id)
         if isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq < 2**31:
             raise InputRefused("seq", f"must be the number of a fact, from 1, not {preview(seq)}")
-        words = {"lane": Lane(lane), "because": because, "by": _words("by", by)}
+        words = {"lane": Lane(lane), "because": _words("because", because), "by": _words("by", by)}
         first, through = await self._ask(
             lambda session: verb(session, run_id, seq, **words, notify=self._config.notify)
         )

@@ -48,7 +48,7 @@ async def retry_lane(
 
 
 async def skip_lane(
-    session: Session, run_id: str, seq: int, *, lane: Lane, because: str, by: str | None, notify: bool
+    session: Session, run_id: str, seq: int, *, lane: Lane, because: str | None, by: str | None, notify: bool
 ) -> tuple[int, int]:
     """Give up the facts of a run's blocked prefix up to ``seq``; the first and the last that were. Safe to repeat.
 
@@ -60,7 +60,7 @@ async def skip_lane(
 
 
 async def redeliver_lane(
-    session: Session, run_id: str, seq: int, *, lane: Lane, because: str, by: str | None, notify: bool
+    session: Session, run_id: str, seq: int, *, lane: Lane, because: str | None, by: str | None, notify: bool
 ) -> tuple[int, int]:
     """Deliver what was delivered of a run's lane again, from ``seq`` on; the first and the last fact that are.
 

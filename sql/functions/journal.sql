@@ -116,23 +116,15 @@ SET lock_timeout = '2s'
 AS $$
 #variable_conflict use_column
 DECLARE
-    v_because text;
-    v_by      text;
-    v_lane    smallint;
-    v_was     record;
+    v_said record;
+    v_was  record;
 BEGIN
-    PERFORM check_options(p_options, '{because, lane, by, notify}');
-    v_because := text_option(p_options, 'because', 2000);
-    IF v_because IS NULL THEN
-        PERFORM refuse('options.because', 'say why: what is skipped never reaches the ledger');
-    END IF;
-    v_by := text_option(p_options, 'by', 255);
-    v_lane := lane_option(p_options);
+    v_said := lane_words(p_options, 'what is skipped never reaches the ledger');
     IF p_seq IS NULL THEN
         PERFORM refuse('seq', 'must be the last fact to skip');
     END IF;
 
-    IF v_lane = 0 THEN
+    IF v_said.lane = 0 THEN
         SELECT u.* INTO v_was FROM lifecycle_unblock(p_run_id, p_seq) u;
     ELSE
         SELECT u.* INTO v_was FROM observability_unblock(p_run_id, p_seq) u;
@@ -142,7 +134,7 @@ BEGIN
     ELSIF v_was.first IS NULL AND v_was.acked >= p_seq THEN
         -- Perhaps this very request was carried out, and its answer lost.
         RETURN QUERY SELECT j.first, j.through FROM journal j
-                      WHERE j.run_id = p_run_id AND j.lane = v_lane AND j.verb = 'skip' AND j.through = p_seq;
+                      WHERE j.run_id = p_run_id AND j.lane = v_said.lane AND j.verb = 'skip' AND j.through = p_seq;
         IF FOUND THEN
             RETURN;
         END IF;
@@ -156,7 +148,7 @@ BEGIN
     END IF;
 
     INSERT INTO journal (at, run_id, lane, verb, first, through, because, by)
-    VALUES (clock(), p_run_id, v_lane, 'skip', v_was.first, p_seq, v_because, v_by);
+    VALUES (clock(), p_run_id, v_said.lane, 'skip', v_was.first, p_seq, v_said.because, v_said.said_by);
     IF coalesce((p_options ->> 'notify')::boolean, true) THEN
         PERFORM pg_notify(channel('lanes'), '');
     END IF;
@@ -180,23 +172,15 @@ SET lock_timeout = '2s'
 AS $$
 #variable_conflict use_column
 DECLARE
-    v_because text;
-    v_by      text;
-    v_lane    smallint;
-    v_acked   integer;
+    v_said  record;
+    v_acked integer;
 BEGIN
-    PERFORM check_options(p_options, '{because, lane, by, notify}');
-    v_because := text_option(p_options, 'because', 2000);
-    IF v_because IS NULL THEN
-        PERFORM refuse('options.because', 'say why: the ledger gets facts that it had before');
-    END IF;
-    v_by := text_option(p_options, 'by', 255);
-    v_lane := lane_option(p_options);
+    v_said := lane_words(p_options, 'the ledger gets facts that it had before');
     IF p_seq IS NULL OR p_seq < 1 THEN
         PERFORM refuse('seq', 'must be the first fact to deliver again, from 1');
     END IF;
 
-    v_acked := CASE v_lane WHEN 0 THEN lifecycle_set_back(p_run_id, p_seq - 1)
+    v_acked := CASE v_said.lane WHEN 0 THEN lifecycle_set_back(p_run_id, p_seq - 1)
                            ELSE observability_set_back(p_run_id, p_seq - 1) END;
     IF v_acked IS NULL THEN
         PERFORM refuse('run_id', format('run %L does not exist, or has no such lane', p_run_id));
@@ -207,7 +191,7 @@ BEGIN
 
     IF p_seq <= v_acked THEN
         INSERT INTO journal (at, run_id, lane, verb, first, through, because, by)
-        VALUES (clock(), p_run_id, v_lane, 'redeliver', p_seq, v_acked, v_because, v_by);
+        VALUES (clock(), p_run_id, v_said.lane, 'redeliver', p_seq, v_acked, v_said.because, v_said.said_by);
         IF coalesce((p_options ->> 'notify')::boolean, true) THEN
             PERFORM pg_notify(channel('lanes'), '');
         END IF;
@@ -216,12 +200,21 @@ BEGIN
 END
 $$;
 
--- Which lane an operator means.
-CREATE OR REPLACE FUNCTION @schema@.lane_option(p_options jsonb) RETURNS smallint
+-- What an operator says with a verb on facts: why, who, and of which lane. p_matter: what is done, so that a reason has to
+-- be given.
+CREATE OR REPLACE FUNCTION @schema@.lane_words(
+    p_options jsonb, p_matter text, OUT because text, OUT said_by text, OUT lane smallint
+)
 LANGUAGE plpgsql
 SET search_path = @schema@, pg_temp
 AS $$
 BEGIN
-    RETURN CASE choice_option(p_options, 'lane', '{lifecycle, observability}') WHEN 'observability' THEN 1 ELSE 0 END;
+    PERFORM check_options(p_options, '{because, lane, by, notify}');
+    because := text_option(p_options, 'because', 2000);
+    IF because IS NULL THEN
+        PERFORM refuse('options.because', 'say why: ' || p_matter);
+    END IF;
+    said_by := text_option(p_options, 'by', 255);
+    lane := CASE choice_option(p_options, 'lane', '{lifecycle, observability}') WHEN 'observability' THEN 1 ELSE 0 END;
 END
 $$;

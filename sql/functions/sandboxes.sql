@@ -1,7 +1,8 @@
 -- sandboxes: capacity, and the obligation to delete everything that was ever asked for.
 --
--- Lock order: run rows, then sandbox rows, all SKIP LOCKED. Capacity takes one advisory lock per schema, tried, so that
--- two hosts cannot both count the last place as free.
+-- Lock order: run rows, then sandbox rows, SKIP LOCKED; what only writes down what is known of a sandbox waits for its
+-- row, alone. Capacity takes one advisory lock per schema, tried, so that two hosts cannot both count the last place as
+-- free.
 -- Fences: the primary key (our own name of the sandbox, derived from run, attempt and token), and lease_token for
 -- cleanup. A confirmed row is final and stays until its run goes: it is the proof that nothing was left behind.
 

@@ -6,9 +6,10 @@
 -- here that a host checks at its own door; a refusal raises SQLSTATE RL001 and names the field. A run id or
 -- idempotency key of another run raises RL003, a unique key that another run holds RL004; DETAIL is that run's id.
 -- Options: run_id, idempotency_key, org_id, priority, delay (seconds), at (a timestamp with its zone), labels, release_id,
--- environment, concurrency_key (required, but may be null, where the play has a limit per key), receiver (as runs carry it), unique_key, unique_for_s (seconds; absent: until the run
--- has ended), on_conflict (reject, existing or replace; of the unique key), surface, trigger, scope, terminal_receiver,
--- array_input_receiver, terminal_performance (basic or full), notify (default true).
+-- environment, concurrency_key (required, but may be null, where the play has a limit per key), receiver (as runs carry
+-- it), unique_key, unique_for_s (seconds; absent: until the run has ended), on_conflict (reject, existing or replace; of
+-- the unique key), surface, trigger, scope, terminal_receiver, array_input_receiver, terminal_performance (basic or
+-- full), notify (default true).
 
 CREATE OR REPLACE FUNCTION @schema@.refuse(p_field text, p_reason text) RETURNS void
 LANGUAGE plpgsql
