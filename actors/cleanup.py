@@ -94,11 +94,11 @@ class Cleanup:
             # Deletions are made side by side; what becomes of them is written down one by one.
             turn = trio.Lock()
             life.ready()
-            look_at: float | None = None
+            look_at = math.inf
             count_at = trio.current_time() + random.uniform(0.0, _CENSUS_EVERY_S)
             while True:
                 adopt_at = math.inf if self._adopter is None else self._adopter.look_at
-                await self.wake.wait(min(look_at if look_at is not None else math.inf, count_at, adopt_at))
+                await self.wake.wait(min(look_at, count_at, adopt_at))
                 if life.stopping.is_set():
                     return
                 life.beat()
@@ -108,7 +108,7 @@ class Cleanup:
                 if trio.current_time() >= count_at:
                     count_at = trio.current_time() + _CENSUS_EVERY_S
                     await self._count(session, turn)
-                look_at = None
+                look_at = math.inf
                 if self._under_way == _AT_ONCE:
                     continue  # the first that ends wakes us
                 async with turn:

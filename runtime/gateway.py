@@ -323,7 +323,7 @@ class _Gateway:
                 return _refused(GatewayRefused(error.status_code, word, error.detail))
             except ItemFault as fault:
                 return _refused(GatewayRefused(422, "unstorable", str(fault)))
-            except (OutcomeUnknown, RunlaneError) as error:
+            except RunlaneError as error:
                 log.info("event=gateway_unavailable path=%s error=%r", request.url.path, error)
                 return _refused(GatewayRefused(503, "unavailable", str(error)))
 

@@ -21,7 +21,6 @@ SELECT current_setting('server_version') AS version, current_setting('server_ver
        -- As a new session has it, not as ours was told.
        (SELECT reset_val FROM pg_settings WHERE name = 'synchronous_commit') AS synchronous_commit,
        current_setting('autovacuum')::boolean AS autovacuum,
-       has_database_privilege(current_database(), 'CREATE') AS may_create,
        extract(epoch FROM clock_timestamp())::double precision AS clock,
        current_setting('max_connections')::integer
            - current_setting('superuser_reserved_connections')::integer AS most_connections,
@@ -145,7 +144,6 @@ class Server:
     full_page_writes: bool
     synchronous_commit: str
     autovacuum: bool
-    may_create: bool
     clock: float
     most_connections: int
     connections: int

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import attrs
 
 from runtime.codec import preview, scrub
-from sql.errors import RunlaneError
+from sql.errors import InputRefused, RunlaneError
 
 TAIL_BYTES = 4_096
 """How much of the end of a sandbox's output its diagnostics keep."""
@@ -23,7 +23,14 @@ class SandboxFault(RunlaneError):
     """A provider could not do what was asked; nothing is known of the sandbox but what is in the database."""
 
 
-def _storable(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+def check_output_bytes(value: int) -> int:
+    """How much a keeper keeps of what a sandbox prints. Raises InputRefused."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1_024:
+        raise InputRefused("output_bytes", "must be a whole number of bytes, 1024 or more")
+    return value
+
+
+def _writable(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
     """What is written down: refused as it is said, so that it fails no more than its provider's call."""
     if not isinstance(value, str) or scrub(value, _MOST_BYTES) != value:
         raise SandboxFault(
@@ -65,8 +72,8 @@ class SandboxRef:
 class Created:
     """A sandbox that exists. ``routing_domain``: where at the provider it is, if that matters for finding it."""
 
-    provider_id: str = attrs.field(validator=_storable)
-    routing_domain: str | None = attrs.field(default=None, validator=attrs.validators.optional(_storable))
+    provider_id: str = attrs.field(validator=_writable)
+    routing_domain: str | None = attrs.field(default=None, validator=attrs.validators.optional(_writable))
 
 
 @attrs.frozen(slots=True)
@@ -80,7 +87,7 @@ class Inspection:
 
     state: str = attrs.field(validator=attrs.validators.in_(("running", "ended", "absent")))
     diagnostics: Mapping[str, Any] = attrs.field(factory=dict)
-    routing_domain: str | None = attrs.field(default=None, validator=attrs.validators.optional(_storable))
+    routing_domain: str | None = attrs.field(default=None, validator=attrs.validators.optional(_writable))
 
 
 class SandboxProvider(Protocol):

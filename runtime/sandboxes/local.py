@@ -23,7 +23,15 @@ from typing import Any
 import trio
 
 from runtime.sandboxes import keeper
-from runtime.sandboxes.base import TAIL_BYTES, Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
+from runtime.sandboxes.base import (
+    TAIL_BYTES,
+    Created,
+    Inspection,
+    SandboxFault,
+    SandboxRef,
+    SandboxSpec,
+    check_output_bytes,
+)
 from runtime.sandboxes.keeper import (
     EXIT_FILE,
     KEEPER_LOG,
@@ -52,12 +60,10 @@ class LocalProvider:
     def __init__(
         self, folder: str | os.PathLike[str] | None = None, *, output_bytes: int = 1_048_576
     ) -> None:
-        if isinstance(output_bytes, bool) or not isinstance(output_bytes, int) or output_bytes < 1_024:
-            raise InputRefused("output_bytes", "must be a whole number of bytes, 1024 or more")
         default = Path(tempfile.gettempdir()) / f"runlane-sandboxes-{os.getuid()}"
         self.folder = Path(folder) if folder is not None else default
         self.key = f"local@{socket.gethostname()}:{self.folder}"
-        self._output_bytes = output_bytes
+        self._output_bytes = check_output_bytes(output_bytes)
 
     async def create(self, spec: SandboxSpec) -> Created:
         """Start the command in a new session. Asked again, answers the sandbox that is there.

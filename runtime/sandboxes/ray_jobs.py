@@ -20,7 +20,15 @@ import trio
 
 from actors.core import Backoff, bounded_cleanup
 from runtime.http_client import Answer, HttpClient, NoAnswer, check_base, check_headers
-from runtime.sandboxes.base import TAIL_BYTES, Created, Inspection, SandboxFault, SandboxRef, SandboxSpec
+from runtime.sandboxes.base import (
+    TAIL_BYTES,
+    Created,
+    Inspection,
+    SandboxFault,
+    SandboxRef,
+    SandboxSpec,
+    check_output_bytes,
+)
 from runtime.sandboxes.keeper import REPORT, SPEC_VARIABLE
 from runtime.sandboxes.remote import no_answer
 from sql.errors import InputRefused
@@ -71,8 +79,6 @@ class RayProvider:
         start_s: float = 90.0,
         call_s: float = 15.0,
     ) -> None:
-        if isinstance(output_bytes, bool) or not isinstance(output_bytes, int) or output_bytes < 1_024:
-            raise InputRefused("output_bytes", "must be a whole number of bytes, 1024 or more")
         if min(start_s, call_s) <= 0:
             raise InputRefused(
                 "start_s" if start_s <= 0 else "call_s", "must be a positive number of seconds"
@@ -95,7 +101,7 @@ class RayProvider:
                 "runtime_env", f"must be JSON, like everything that Ray is told: {error}"
             ) from None
         self._entrypoint = f'exec {python} -c "${_KEEPER_VARIABLE}"'
-        self._output_bytes = output_bytes
+        self._output_bytes = check_output_bytes(output_bytes)
         self._start_s = start_s
         self._call_s = call_s
         self._limiter = trio.CapacityLimiter(_AT_ONCE)

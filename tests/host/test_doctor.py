@@ -143,7 +143,6 @@ WELL = Server(
     full_page_writes=True,
     synchronous_commit="on",
     autovacuum=True,
-    may_create=True,
     clock=0.0,
     most_connections=100,
     connections=10,

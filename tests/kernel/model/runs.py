@@ -120,9 +120,8 @@ class RunModel:
     steps: dict[str, ReceiptModel] = attrs.field(factory=dict)
     ended: dict[int, tuple[int | None, str]] = attrs.field(factory=dict)  # attempt: token, outcome
     begun: dict[int, float] = attrs.field(factory=dict)  # attempt: its start
-    outages: dict[int, tuple[str, float]] = attrs.field(
-        factory=dict
-    )  # attempt: kind and start of what deferred it
+    # attempt: kind and start of what deferred it
+    outages: dict[int, tuple[str, float]] = attrs.field(factory=dict)
     fences: list[tuple[int, int]] = attrs.field(factory=list)  # every attempt and token there was
     marks: list[tuple[float, str]] = attrs.field(factory=list)
     cancelled_by: str | None = None
@@ -492,9 +491,8 @@ class Model:
     circuits: dict[str, CircuitModel] = attrs.field(factory=dict)
     schedules: dict[str, ScheduleModel] = attrs.field(factory=dict)
     fires: dict[tuple[str, float], FireModel] = attrs.field(factory=dict)  # schedule, moment
-    compute: list[tuple[str, int, str, float, float]] = attrs.field(
-        factory=list
-    )  # run, attempt, kind, begin, end
+    # run, attempt, kind, begin, end
+    compute: list[tuple[str, int, str, float, float]] = attrs.field(factory=list)
 
     def lives(self, fence: tuple[str, int]) -> bool:
         """Whether this run's attempt has a lease."""
