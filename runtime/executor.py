@@ -89,6 +89,8 @@ class Executor:
                 ended = True
         context.end()
         ending = self._ending(play, context, attempt, ended, output, failure)
+        if ending is not None and ending.outcome in ("completed", "failed"):
+            await context.steps.at_rest()
         if ending is not None and attempt.has_unstored:
             await self._store(attempt)
         return ending

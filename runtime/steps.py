@@ -350,6 +350,13 @@ class Steps:
             self._released[step.key] = self._end(step, "released", None)
             self._keys.discard(step.key)
 
+    async def at_rest(self) -> None:
+        """Wait a moment until what was released is so in the database, too: once the run has ended, its fence is gone,
+        and the steps would be told as held for ever."""
+        with trio.move_on_after(_LAST_WORD_S):
+            for reply in self._released.values():
+                await _answered(reply)
+
     def _value(self, step: Step, text: str) -> Any:
         value = self._tools.codec.decode(text, what=f"step {step.key!r} output")
         if step.result_type is None:
