@@ -72,7 +72,7 @@ $$;
 
 -- Applies lifecycle prefixes p_first … p_through of runs. Answers one row: the runs whose prefix the ledger has now
 -- (applied or already there) with its end, and type and lag (seconds up to p_now) of each fact applied.
--- Facts without effect change nothing here, whether they come or not.
+-- Facts without effect change nothing here, whether they come or not: they count as passed over.
 -- A run that is not answered has a gap: the ledger lacks its earlier facts, or the log lacks one of these.
 CREATE OR REPLACE FUNCTION @schema@.ledger_apply_lifecycle(
     p_run_ids text[], p_first integer[], p_through integer[], p_now timestamptz DEFAULT @schema@.clock()
@@ -90,7 +90,8 @@ DECLARE
     v_more  record;
 BEGIN
     WITH told AS MATERIALIZED (
-        SELECT i.run_id, i.first, i.through, count(*)::integer AS facts,
+        SELECT i.run_id, i.first, i.through,
+               count(*) FILTER (WHERE NOT quiet_fact(f.type, f.payload))::integer AS facts,
                min(f.created_at) AS accepted_at,  -- of use where the first fact is among them
                max(f.created_at) AS updated_at,
                min(f.created_at) FILTER (WHERE f.type = 'run.started') AS started_at,
@@ -117,11 +118,12 @@ BEGIN
     ), begun AS (
         INSERT INTO ledger_runs (
             run_id, play, org_id, labels, status, accepted_at, updated_at, started_at, finished_at, attempts,
-            applied_seq, applied_facts, output, error, performance)
+            applied_seq, applied_facts, passed_facts, output, error, performance)
         SELECT t.run_id, t.created ->> 'play', t.created ->> 'org_id', t.created -> 'labels',
                (ARRAY['queued', 'running', 'waiting', 'completed', 'failed', 'cancelled'])[t.stand],
                t.accepted_at, t.updated_at, t.started_at, CASE WHEN t.stand >= 4 THEN t.updated_at END, t.attempts,
-               t.through, t.facts, t.ended -> 'output', t.ended -> 'error', nullif(t.ended -> 'performance', 'null')
+               t.through, t.facts, t.through - t.facts,
+               t.ended -> 'output', t.ended -> 'error', nullif(t.ended -> 'performance', 'null')
           FROM told t
          WHERE t.first = 1
         ON CONFLICT (run_id) DO NOTHING
@@ -137,7 +139,7 @@ BEGIN
                wait_until = CASE WHEN coalesce(t.stand, 3) = 3 THEN l.wait_until END,
                attempts = l.attempts + t.attempts,
                applied_seq = t.through, applied_facts = l.applied_facts + t.facts,
-               passed_facts = l.passed_facts + t.first - 1 - l.applied_seq,
+               passed_facts = l.passed_facts + t.through - l.applied_seq - t.facts,
                output = t.ended -> 'output', error = t.ended -> 'error',
                performance = nullif(t.ended -> 'performance', 'null')
           FROM told t

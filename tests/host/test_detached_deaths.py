@@ -21,9 +21,9 @@ from tests.support.doomed import PLAYS, POINTS, Filed, attempts_after
 from tests.support.hosts import QUICK, ROOT, Hosts, eventually
 
 BUDGETS: dict[str, Any] = {
-    "lease_s": 2.0,
+    "lease_s": 5.0,
     "renew_every_s": 0.5,
-    "sandbox_create_s": 2.0,
+    "sandbox_create_s": 5.0,
     "cleanup_lease_s": 3.0,
     "heartbeat_timeout_s": 60.0,
     "health_port": 0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sql import journal, lanes
+from sql import journal, lanes, reconcile
 from sql.claim import Claimed
 from sql.errors import InputRefused, LockTimedOut
 from sql.types import Lane
@@ -248,6 +248,8 @@ async def test_one_that_is_in_a_prefix_already_is_delivered_with_it(dsn: str, sc
         assert (list(answer.successor.seqs), answer.successor.passed) == ([6], 2)
         assert await kernel.acknowledge(again, prefix=8) == attrs_without_lags(answer)
         assert await kernel.apply(answer.successor)
+        (account,) = await reconcile.accounts(kernel.session, [item.run_id])
+        assert (account.lifecycle, account.lifecycle_applied, account.duplicated) == (4, 4, 0)
         await check_invariants(kernel.session)
 
 

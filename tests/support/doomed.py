@@ -41,8 +41,8 @@ _DOORS = {
     "confirm": sandboxes,
     "finalise": billing,
 }
-# Hosts look at these when they start, too: they count once this was called.
-_COUNTS_AFTER = {**dict.fromkeys(_CLEANUP, "push"), "finalise": "confirm"}
+# Hosts look at these when they start, too, and find what the dead before them left: they count once these were called.
+_COUNTS_AFTER = {**{call: {"push"} for call in _CLEANUP}, "finalise": {"push", "confirm"}}
 _SURVIVES_S = 30.0
 
 
@@ -114,7 +114,7 @@ class _Doom:
 
         @functools.wraps(call)
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            counts = name == self._call and _COUNTS_AFTER.get(name, name) in {*self._seen, name}
+            counts = name == self._call and _COUNTS_AFTER.get(name, set()) <= self._seen
             if counts and self._when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             answer = await call(*args, **kwargs)
