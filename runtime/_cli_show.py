@@ -34,6 +34,7 @@ from sql.types import (
     LaneStatus,
     Performance,
     RunDetails,
+    RunnerStatus,
     RunStatus,
 )
 
@@ -261,6 +262,8 @@ def _details(details: RunDetails) -> Iterable[tuple[str, Text | str]]:
         yield "logs", Text(f"blocked: {details.log_lane_blocked}")
     if details.runtime_backend is not None:
         yield "runs in", Text(details.runtime_backend)
+    if details.runner is not None:
+        yield "runner", _runner(details.runner)
     if details.performance is not None:
         yield "took", _took(details.performance)
     end = details.terminal or {}
@@ -271,6 +274,14 @@ def _details(details: RunDetails) -> Iterable[tuple[str, Text | str]]:
         yield "error", Text(_short(": ".join(words)), style="red")
     if end.get("reason") is not None:
         yield "reason", Text(str(end["reason"]))
+
+
+def _runner(runner: RunnerStatus) -> str:
+    if runner.heartbeat_at is None:
+        words = f"began {runner.silent_s:.1f} s ago and was not heard of yet"
+    else:
+        words = f"heard of {runner.silent_s:.1f} s ago"
+    return f"{words}; its provider is asked after {runner.heartbeat_timeout_s:g} s of silence"
 
 
 def _took(took: Performance) -> str:

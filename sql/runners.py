@@ -14,6 +14,7 @@ from sql.calls import call
 from sql.claim import Claimed, claimed_of, fence_columns
 from sql.connection import Session
 from sql.settle import Settlement
+from sql.types import RunnerStatus
 
 
 @attrs.define(slots=True)
@@ -108,6 +109,12 @@ async def gateways(session: Session, *, within_s: float, limit: int = 8) -> list
     """The gateways of hosts seen within that time, the latest first. Reads only."""
     rows = await session.fetch(call(session.options.schema, "read_gateways", 2), within_s, limit)
     return [row[0] for row in rows]
+
+
+async def read_runner(session: Session, run_id: str, attempt: int) -> RunnerStatus | None:
+    """The runner of one attempt, also of one that has ended; None if it was never in a sandbox. Reads only."""
+    row = await session.fetchrow(call(session.options.schema, "read_runner", 2), run_id, attempt)
+    return None if row is None else RunnerStatus(**row)
 
 
 async def detach(session: Session, items: Sequence[Detachment]) -> list[str]:

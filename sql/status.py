@@ -15,6 +15,7 @@ import attrs
 from sql.calls import call
 from sql.connection import Session
 from sql.performance import performance_of
+from sql.runners import read_runner
 from sql.types import SCOPES, SURFACES, TRIGGERS, RunDetails, RunStatus, WaitRecord
 
 
@@ -69,7 +70,12 @@ async def read_run(session: Session, run_id: str, *, full: bool) -> RunStatus | 
     if found is None or not full:
         return found
     row = await session.fetchrow(call(session.options.schema, "read_run_details", 1), run_id)
-    return None if row is None else attrs.evolve(found, details=_details(row))
+    if row is None:
+        return None
+    details = _details(row)
+    if details.runtime_backend is not None and found.status == "running":
+        details = attrs.evolve(details, runner=await read_runner(session, run_id, found.attempt))
+    return attrs.evolve(found, details=details)
 
 
 async def list_runs(

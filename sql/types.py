@@ -127,6 +127,28 @@ class Performance:
 
 
 @attrs.frozen(slots=True)
+class RunnerStatus:
+    """The runner of one attempt in a sandbox of ``provider``.
+
+    ``status`` is ``running``, or how the attempt ended. ``updated_at``: when anything of it was last heard, be it its
+    detachment or its end. The rest is of a running one: ``heartbeat_at`` is its latest heartbeat (None: none yet),
+    ``heartbeat`` the same as text in UTC with microseconds, never the same twice; ``silent_s`` is how long ago
+    ``updated_at`` is by the database's clock, and after ``heartbeat_timeout_s`` of that its provider is asked;
+    ``ceiling_at`` is when the run fails, None for never.
+    """
+
+    status: str
+    sandbox: str
+    provider: str
+    heartbeat_at: datetime | None
+    heartbeat: str | None
+    updated_at: datetime
+    heartbeat_timeout_s: float | None
+    ceiling_at: datetime | None
+    silent_s: float | None
+
+
+@attrs.frozen(slots=True)
 class RunDetails:
     """What the full form of a status has on top.
 
@@ -138,7 +160,8 @@ class RunDetails:
     ``lane_failure`` says why the latest delivery of its lifecycle facts failed, if they are still to come;
     ``log_lane_blocked`` why its logs are not delivered. ``served``: a host that claims such runs was seen within the
     last minute; ``lane_served``: one that delivers to who gets the next of its lifecycle facts. ``runtime_backend``:
-    the key of the provider of the latest sandbox that it asked for; None: it has run on hosts alone.
+    the key of the provider of the latest sandbox that it asked for; None: it has run on hosts alone. ``runner``: who
+    works on it there now.
 
     ``performance`` is what the terminal says of how the run went, where its launch asked for that;
     ``performance_unavailable`` says what is missing of it: ``invalid_usage`` (what its runner measured cannot be) or
@@ -161,6 +184,7 @@ class RunDetails:
     lane_served: bool
     terminal: Mapping[str, Any] | None
     runtime_backend: str | None = None
+    runner: RunnerStatus | None = None
     performance: Performance | None = None
     performance_unavailable: str | None = None
 

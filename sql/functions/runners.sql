@@ -142,6 +142,30 @@ AS $$
        AND r.lease_token = p_token
 $$;
 
+-- The runner of one attempt: how the attempt stands (running, or how it ended), when anything of it was last heard, and,
+-- while it runs, the exact heartbeat, as text for people and for the fence of a verdict (NULL: none yet). No row: the
+-- attempt was never in a sandbox. It decides nothing.
+CREATE OR REPLACE FUNCTION @schema@.read_runner(p_run_id text, p_attempt integer)
+RETURNS TABLE (
+    status text, sandbox text, provider text, heartbeat_at timestamptz, heartbeat text, updated_at timestamptz,
+    heartbeat_timeout_s double precision, ceiling_at timestamptz, silent_s double precision
+)
+LANGUAGE sql STABLE
+@seek@
+AS $$
+    SELECT 'running', n.sandbox, n.provider, n.heartbeat_at,
+           to_char(n.heartbeat_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+           greatest(n.started_at, n.heartbeat_at), n.heartbeat_timeout_s, nullif(n.ceiling_at, 'infinity'),
+           extract(epoch FROM clock() - greatest(n.started_at, n.heartbeat_at))::double precision
+      FROM runners n
+     WHERE n.run_id = ANY (ARRAY[p_run_id]) AND n.attempt = p_attempt
+    UNION ALL
+    SELECT a.outcome, s.sandbox, s.provider, NULL, NULL, a.ended_at, NULL, NULL, NULL
+      FROM attempts a
+      JOIN sandboxes s ON s.run_id = ANY (ARRAY[a.run_id]) AND s.attempt = a.attempt
+     WHERE a.run_id = ANY (ARRAY[p_run_id]) AND a.attempt = p_attempt AND a.owner = 0
+$$;
+
 -- Runners push their results. The first word of an attempt is kept, whatever comes of it; if the attempt is still
 -- live, its run moves on in the same call.
 --

@@ -70,8 +70,13 @@ async def test_a_play_runs_in_a_sandbox_and_takes_no_slot(hosts: Hosts, provider
         assert details.performance.usage is not None  # E-35: as its runner measured it
         assert details.performance.usage.cpu_s > 0
         assert details.performance.usage.peak_memory_bytes > 2**20
-        rows = await hosts.ask("SELECT count(*), count(DISTINCT run_id) FROM @.compute_records")
-        assert tuple(rows[0]) in {(6, 3), (4, 2), (2, 1), (0, 0)}
+        assert details.runner is None  # it is over
+
+        async def billed() -> bool:
+            rows = await hosts.ask("SELECT kind, count(DISTINCT run_id), count(*) FROM @.compute_records GROUP BY 1")
+            return sorted(map(tuple, rows)) == [("runner", 3, 3), ("sandbox", 3, 3)]
+
+        await eventually(billed, within_s=WITHIN_S)
 
 
 async def test_a_plain_function_fails_and_sleeps_in_a_sandbox_too(
@@ -137,6 +142,10 @@ async def test_a_frozen_runner_loses_to_its_successor(hosts: Hosts, provider: Lo
             return logs[0]["fields"]["pid"] if logs else 0
 
         pid = await eventually(started, within_s=WITHIN_S)
+        details = (await rt.status(handle.run_id, full=True)).details
+        assert details is not None
+        assert details.runner is not None  # H-17
+        assert (details.runner.status, details.runner.provider) == ("running", provider.key)
         os.kill(pid, signal.SIGSTOP)
         output = await handle.result(timeout=WITHIN_S)
         assert output["attempt"] == 2

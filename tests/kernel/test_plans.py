@@ -571,6 +571,7 @@ async def _detached(kernel: Kernel, batch: Batch) -> None:
     assert set(await runners.beat(session, beats)) == {"ok"}
     silent, _ = await runners.sweep(session, ["local"], limit=ITEMS, look_s=0.0)
     assert len(silent) == ITEMS
+    assert await runners.read_runner(session, items[0].run_id, items[0].attempt) is not None
     assert await runners.read_attempt(session, items[0].run_id, items[0].attempt, items[0].token) is not None
     verdicts = [runners.Verdict(one, "lost", "{}") for one in silent[:2]]
     for _ in range(2):

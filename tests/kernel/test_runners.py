@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC
 from functools import partial
 from typing import Any
 
@@ -180,6 +181,37 @@ async def test_a_silent_runner_is_lost_only_while_it_stays_silent(dsn: str, sche
         assert again.attempt == 2
         assert await beat(kernel, item) == "superseded"
         assert await kernel.status(item.run_id) == "running"
+
+
+async def test_one_runner_can_be_looked_at(dsn: str, schema: str) -> None:
+    """H-11, H-17."""
+    async with checked(dsn, schema) as kernel:
+        await kernel.freeze_clock()
+        look = partial(runners.read_runner, kernel.session)
+        item = await kernel.started()
+        assert await look(item.run_id, 1) is None  # on a host
+        assert await reserve(kernel, item) == "reserved"
+        assert await detach(kernel, item) == "done"
+        await kernel.advance(2)
+        assert await look(item.run_id, 2) is None
+        before = await look(item.run_id, 1)
+        assert before is not None
+        assert (before.status, before.sandbox, before.provider) == ("running", name_of(item), PROVIDER)
+        assert (before.heartbeat_at, before.heartbeat, before.silent_s) == (None, None, 2.0)
+        assert await beat(kernel, item) == "ok"
+        heard = await look(item.run_id, 1)
+        assert heard is not None
+        assert heard.heartbeat_at is not None
+        assert heard.heartbeat == f"{heard.heartbeat_at.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+        assert (heard.updated_at, heard.silent_s) == (heard.heartbeat_at, 0.0)
+        assert await beat(kernel, item) == "ok"
+        again = await look(item.run_id, 1)
+        assert again is not None
+        assert again.heartbeat != heard.heartbeat  # though the clock stands
+        assert (await push(kernel, item)).answer == "settled"
+        over = await look(item.run_id, 1)
+        assert over is not None
+        assert (over.status, over.sandbox, over.heartbeat) == ("completed", name_of(item), None)
 
 
 async def test_a_run_whose_runners_are_lost_too_often_fails(dsn: str, schema: str) -> None:
