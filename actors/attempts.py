@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,6 +21,10 @@ from sql.claim import Claimed
 from sql.facts import Saying
 from sql.types import Lane
 
+log = logging.getLogger("runlane.attempts")
+
+# A play that was told to stop and runs on for so long is reported.
+_LINGERS_S = 10.0
 # Log lines and progress that may wait for the database per attempt; what comes on top is counted and dropped.
 _MOST_WAITING = 10_000
 
@@ -146,6 +151,8 @@ class Attempts:
         self._accepting = False
         self._used = 0
         self._by_run: dict[str, Attempt] = {}
+        self._stopped: dict[Attempt, float] = {}
+        """Lost ones whose plays have not ended yet, and since when: nobody else knows of them any more."""
 
     def __len__(self) -> int:
         return len(self._by_run)
@@ -202,7 +209,13 @@ class Attempts:
     def lose(self, attempt: Attempt, why: Why) -> None:
         """Its fence is gone: stop the play, free the slot at once, forget it."""
         attempt.stop(why)
+        if attempt.holds_slot:
+            self._stopped[attempt] = trio.current_time()
         self.remove(attempt)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Its task is over, for whatever reason."""
+        self._stopped.pop(attempt, None)
 
     def give_up_slot(self, attempt: Attempt) -> None:
         """The play has ended or can write no more; idempotent."""
@@ -220,7 +233,8 @@ class Attempts:
             del self._by_run[attempt.run_id]
 
     def guard(self, now: float) -> None:
-        """Give each attempt that has lasted a while a deadline within its lease, whether it can be renewed or not.
+        """Give each attempt that has lasted a while a deadline within its lease, whether it can be renewed or not; and
+        say once of each lost one that its play does not end.
 
         Called at every beat of the watchdog rather than at the start: most attempts end before it, and a deadline for
         each would cost a tenth of what running it does.
@@ -228,6 +242,18 @@ class Attempts:
         for attempt in self._by_run.values():
             if attempt.scope.deadline == math.inf and now >= attempt.renewed + self.lease_s / 3:
                 attempt.scope.deadline = attempt.lease_until - self.margin_s
+        for attempt, since in list(self._stopped.items()):
+            if now - since >= _LINGERS_S:
+                del self._stopped[attempt]
+                log.warning(
+                    "event=play_does_not_end play=%s run=%s attempt=%d why=%s after_s=%.0f "
+                    'hint="what it does is refused and its slot is free; look for a shield without a deadline"',
+                    attempt.claimed.play,
+                    attempt.run_id,
+                    attempt.attempt,
+                    "lost" if attempt.why is None else attempt.why.value,
+                    now - since,
+                )
 
     def due_for_renewal(self, older_than: float) -> list[Attempt]:
         """Attempts whose lease was last renewed before that trio time."""

@@ -123,6 +123,7 @@ class Executors:
         finally:
             if not settled and attempt.holds_slot:
                 self._release(attempt)
+            self._attempts.ended(attempt)
             self._tasks -= 1
             if not self._tasks:
                 self._idle.set()

@@ -768,8 +768,9 @@ async def test_progress_that_is_no_number_is_refused(hosts: Hosts) -> None:
 @pytest.mark.modes
 @pytest.mark.parametrize("by", ["own host", "another host", "a caller's SQL"])
 async def test_a_running_play_is_cancelled_soon_and_its_slot_is_free_before_it_has_ended(
-    hosts: Hosts, trace: Trace, by: str
+    hosts: Hosts, trace: Trace, by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("actors.attempts._LINGERS_S", 0.5)
     hold = trio.Event()
 
     @play("works")
@@ -811,6 +812,11 @@ async def test_a_running_play_is_cancelled_soon_and_its_slot_is_free_before_it_h
         assert "over" not in trace.said
         with pytest.raises(RunCancelled):
             await handle.result(timeout=10)
+
+        async def reported() -> bool:
+            return f"event=play_does_not_end play=works run={handle.run_id} attempt=1 why=cancelled" in caplog.text
+
+        await eventually(reported)
         hold.set()
         await trace.has("over")
         assert await types(rt, handle.run_id) == ["run.created", "run.started", "run.cancelled"]
