@@ -48,7 +48,7 @@ from sql.connection import Session
 from sql.errors import InputRefused, LinkLost, PayloadRefused, RunNotFound
 from sql.events import Sending
 from sql.receipts import StepRecord
-from sql.types import ON_CONFLICT, OPEN_STATUSES, TERMINAL_STATUSES
+from sql.types import ON_CONFLICT, OPEN_STATUSES, PERFORMANCE, TERMINAL_STATUSES
 
 
 @click.group(cls=Verbs, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -254,6 +254,11 @@ def migrate(check: bool) -> None:
 @click.option("--unique-key", metavar="KEY", help="One run at a time has it, until that run has ended.")
 @click.option("--unique-for", type=float, metavar="SECONDS", help="Held for so long instead.")
 @click.option("--on-conflict", type=click.Choice(ON_CONFLICT), help="Where another run holds the unique key.")
+@click.option("--receiver", metavar="NAME", help="Who gets its facts, as runs carry it.")
+@click.option("--terminal-receiver", metavar="NAME", help="Who gets its end, if another.")
+@click.option(
+    "--terminal-performance", type=click.Choice(PERFORMANCE), help="Let its end say how long everything took."
+)
 @click.option("--wait", is_flag=True, help="Wait until the run has ended, and print its output.")
 def submit_verb(play: str, input: str | None, wait: bool, **options: Any) -> None:
     """Submit a run of PLAY.
@@ -343,6 +348,9 @@ def _submit_options(given: dict[str, Any], config: RuntimeConfig) -> dict[str, A
         "unique_key": given["unique_key"],
         "unique_for_s": given["unique_for"],
         "on_conflict": given["on_conflict"],
+        "receiver": ids.check_receiver("receiver", given["receiver"]),
+        "terminal_receiver": ids.check_receiver("terminal_receiver", given["terminal_receiver"]),
+        "terminal_performance": given["terminal_performance"],
         "surface": "cli",
         "release_id": config.release_id,
         "environment": config.environment,

@@ -240,9 +240,16 @@ def _run(spec: dict[str, Any], output: Output, folder: Path | None = None) -> di
     return {
         "reason": reason,
         "exit_code": code if code >= 0 else None,
-        "signal": signal.Signals(-code).name if code < 0 else None,
+        "signal": _signal_name(-code) if code < 0 else None,
         "ended_at": time.time(),
     }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # Python names only the first and the last of the real-time signals
+        return f"signal {number}"
 
 
 def _prepare(spec: dict[str, Any], ends_with_us: bool) -> None:

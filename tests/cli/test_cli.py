@@ -248,14 +248,18 @@ def test_migrate_builds_once(bare: Command, dsn: str, schema: str) -> None:
 
 def test_submit_prints_the_run_id_alone(runlane: Command) -> None:
     said = runlane(
-        "submit", "echo", '{"a": [1, 2]}', "--label", "team=ops", "--priority", "-1", "--org", "acme"
-    )
+        "submit", "echo", '{"a": [1, 2]}', "--label", "team=ops", "--priority", "-1", "--org", "acme",
+        "--receiver", "https://one.example", "--terminal-receiver", "two", "--terminal-performance", "full",
+    )  # fmt: skip
     assert said.code == 0
     assert said.err == ""
     shown = runlane("status", said.out.strip(), "--json").json
     assert shown["labels"] == {"team": "ops"}
     assert (shown["priority"], shown["org_id"], shown["status"]) == (-1, "acme", "queued")
-    assert shown["facts"][0]["payload"]["input"] == {"a": [1, 2]}
+    created = shown["facts"][0]["payload"]
+    assert created["input"] == {"a": [1, 2]}
+    assert created["terminal_performance"] == "full"
+    assert (shown["details"]["receiver"], shown["details"]["terminal_receiver"]) == ("https://one.example", "two")
 
 
 def test_submit_reads_stdin(runlane: Command) -> None:

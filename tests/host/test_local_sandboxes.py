@@ -56,6 +56,15 @@ async def test_a_ceiling_holds_for_what_says_nothing_any_more(provider: LocalPro
     await provider.delete(REF)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="has no real-time signals")
+async def test_a_signal_without_a_name_is_told_by_its_number(provider: LocalProvider) -> None:
+    number = signal.SIGRTMIN + 6
+    await provider.create(spec(f"import os; os.kill(os.getpid(), {number})"))
+    found = await ended(provider)
+    assert found.diagnostics["signal"] == f"signal {number}"
+    await provider.delete(REF)
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 async def test_what_has_left_the_group_is_killed_too(provider: LocalProvider) -> None:
     child = f"import subprocess; subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(60)']"
