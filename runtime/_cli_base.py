@@ -108,6 +108,17 @@ def _refusal(error: RunlaneError) -> Refusal:
 class Verbs(click.Group):
     """A group whose verbs end with one line and a code on every expected error."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The verb's arguments among them, which must be text: no database could store anything else."""
+        for arg in args:
+            try:
+                arg.encode()
+            except UnicodeEncodeError:
+                refusal = click.ClickException(f"an argument is not UTF-8: {arg!a}")
+                refusal.exit_code = USAGE
+                raise refusal from None
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb."""
         try:

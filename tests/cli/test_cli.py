@@ -313,6 +313,7 @@ def test_submit_with_a_unique_key(runlane: Command) -> None:
         (["submit", "echo", "--unique-for", "3"], ["unique_key"]),
         (["submit", "echo", "--unique-key", "k", "--unique-for", "0"], ["unique_for_s"]),
         (["submit", "echo", "--label", "nothing"], ["label", "KEY=VALUE"]),
+        (["submit", "echo", "--label", "a=\udcff"], ["not UTF-8", r"a=\udcff"]),
         (["submit", "echo", "--at", "tomorrow"], ["at"]),
         (["submit", "echo", "--at", "2026-01-31T18:00:00"], ["at", "add Z"]),
         (["submit", "echo", "--delay", "1", "--at", "2026-01-31T18:00:00Z"], ["delay"]),
