@@ -114,9 +114,7 @@ class Verbs(click.Group):
             try:
                 arg.encode()
             except UnicodeEncodeError:
-                refusal = click.ClickException(f"an argument is not UTF-8: {arg!a}")
-                refusal.exit_code = USAGE
-                raise refusal from None
+                raise click.UsageError(f"an argument is not UTF-8: {arg!a}") from None
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -49,8 +49,7 @@ _IDENTITY = """
 SELECT pg_backend_pid() AS pid, pg_is_in_recovery() AS standby,
        (SELECT backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()) AS started,
        current_setting('transaction_read_only')::boolean AS read_only,
-       current_setting('transaction_isolation') AS isolation,
-       current_setting('server_version_num')::int AS version
+       current_setting('transaction_isolation') AS isolation
 """
 _END_PREDECESSOR = """
 SELECT pg_terminate_backend(pid, $3) FROM pg_stat_activity WHERE pid = $1 AND backend_start = $2
@@ -106,7 +105,6 @@ class Session:
         self.name = name
         self.options = options
         self.backend = Backend(0, datetime.min)
-        self.server_version = 0
         self.strays = 0
         self._loop = loop
         self._conn: Any = None
@@ -363,7 +361,6 @@ async def _connect(session: Session, predecessor: Backend | None) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         raise translated from exc
     session.backend = backend_of(row)
-    session.server_version = row["version"]
     session._conn.add_termination_listener(session._terminated)
 
 

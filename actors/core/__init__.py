@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from actors.core.backoff import Backoff
 from actors.core.batch import PASSING_FAULTS, Portion, commit_in_groups
-from actors.core.budget import Budget, check_nested
+from actors.core.budget import Budget
 from actors.core.cleanup import bounded_cleanup
 from actors.core.groups import hidden_by, leaves, only
 from actors.core.health import ActorHealth
@@ -39,7 +39,6 @@ __all__ = [
     "WakeFan",
     "WakeFlag",
     "bounded_cleanup",
-    "check_nested",
     "commit_in_groups",
     "each_turn",
     "hidden_by",

@@ -63,8 +63,7 @@ class ChildSpec:
 
     ``stop`` asks it to finish (default: close its ``mailboxes``); it then has ``stop_budget_s`` to return, is
     cancelled, and has ``cancel_budget_s`` for its shielded releases. What is in flight in ``mailboxes`` is
-    put back before each life and abandoned after the last. An actor that is not ``essential`` never
-    escalates.
+    put back before each life and abandoned after the last.
     """
 
     name: str
@@ -72,7 +71,6 @@ class ChildSpec:
     stop: Callable[[], None] | None = None
     stop_budget_s: float = 5.0
     cancel_budget_s: float = 5.0
-    essential: bool = True
     mailboxes: Sequence[Mailbox[Any]] = ()
 
 
@@ -404,10 +402,6 @@ class Supervisor:
         if len(child.crashes) <= self.intensity:
             child.health.become("restarting")
             return child.backoff.next()
-        if not child.spec.essential:
-            child.health.become("restarting")
-            log.error("event=restarts_exceeded actor=%s essential=false", child.spec.name)
-            return child.backoff.max_s
         child.health.become("failed")
         log.critical(
             "event=escalated actor=%s crashes=%d period_s=%g",

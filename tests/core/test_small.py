@@ -12,12 +12,10 @@ from actors.core import (
     Budget,
     Probe,
     bounded_cleanup,
-    check_nested,
     hidden_by,
     leaves,
     only,
 )
-from sql.errors import ConfigError
 
 # --- backoff ------------------------------------------------------------------------------------------
 
@@ -54,14 +52,6 @@ async def test_budget_shares_what_is_left(autojump_clock: trio.testing.MockClock
     assert scope.cancelled_caught
     assert budget.left() == 0
     assert budget.share(1) == 0
-
-
-def test_budgets_must_nest() -> None:
-    check_nested("shutdown_budget_s", 30, {"grace_s": 10, "release_budget_s": 5}, together=True)
-    with pytest.raises(ConfigError, match=r"grace_s=30 must be less than shutdown_budget_s=30"):
-        check_nested("shutdown_budget_s", 30, {"grace_s": 30})
-    with pytest.raises(ConfigError, match=r"grace_s \+ release_budget_s = 40"):
-        check_nested("shutdown_budget_s", 30, {"grace_s": 20, "release_budget_s": 20}, together=True)
 
 
 # --- groups -------------------------------------------------------------------------------------------

@@ -211,14 +211,6 @@ async def test_crashes_spread_over_time_do_not_escalate(autojump_clock: Clock) -
     assert lives(bad) > 20
 
 
-async def test_an_actor_that_is_not_essential_never_escalates(autojump_clock: Clock) -> None:
-    bad = spec("bad", fail(ValueError("crash")), essential=False)
-    async with running(Supervisor([bad, spec("other")], intensity=2)) as supervisor:
-        await trio.sleep(60)
-        assert supervisor.health["other"].ready
-    assert lives(bad) > 5
-
-
 async def test_crash_at_start_escalates_out_of_start(autojump_clock: Clock) -> None:
     """Fault 16.8: an error before readiness surfaces, and nothing hangs."""
     bad = spec("bad", fail(ValueError("never connects"), ready=False))
