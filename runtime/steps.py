@@ -353,6 +353,8 @@ class Steps:
     async def at_rest(self) -> None:
         """Wait a moment until what was released is so in the database, too: once the run has ended, its fence is gone,
         and the steps would be told as held for ever."""
+        if not self._released:
+            return
         with trio.move_on_after(_LAST_WORD_S):
             for reply in self._released.values():
                 await _answered(reply)
